@@ -1,4 +1,5 @@
-"""A wheel holds, beside the library, what `zero_tp.base.shipped` finds: configs, corpus, and scripts for launchers.
+"""A wheel holds, beside the library, what `zero_tp.base.shipped` finds: configs, corpus, and
+scripts for launchers.
 
 Everything else about the package stands in setup.cfg.
 """
@@ -9,7 +10,13 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 CONFIGS = ("ds_configs/*.json", "ds_configs/papers/*.json")
-SHIPPED = (*CONFIGS, "launch/corpus/*", "launch/pretrain.py", "launch/finetune.py", "eval/zero_shot.py")
+SHIPPED = (
+    *CONFIGS,
+    "launch/corpus/*",
+    "launch/pretrain.py",
+    "launch/finetune.py",
+    "eval/zero_shot.py",
+)
 PLACE = Path("zero_tp", "_shipped")
 
 

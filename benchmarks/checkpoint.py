@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Compare saving and loading with plain writing and reading of as many bytes on the same disk, in turns.
+"""Compare saving and loading with plain writing and reading of as many bytes on the same disk, in
+turns.
 
     python benchmarks/checkpoint.py --output benchmarks/results/
 
-One process holds a model's masters and moments. Saving (hashed, flushed to the disk) is compared with writing one file
-of the same bytes and flushing it; loading (hashed, and filled into the optimizer's states) with reading that file.
-Files are dropped from the page cache before each reading where the system allows it. A shared disk is as fast as its
-other users let it be, so the processor's seconds stand beside the clock's, and --folder /dev/shm measures without a
-disk. Also: how long training stands still for a save in the background, and
-the memory that resharding and exporting take on a checkpoint of a billion parameters (--memory, 12 GB of disk).
+One process holds a model's masters and moments. Saving (hashed, flushed to the disk) is compared
+with writing one file of the same bytes and flushing it; loading (hashed, and filled into the
+optimizer's states) with reading that file. Files are dropped from the page cache before each
+reading where the system allows it. A shared disk is as fast as its other users let it be, so the
+processor's seconds stand beside the clock's, and --folder /dev/shm measures without a disk. Also:
+how long training stands still for a save in the background, and the memory that resharding and
+exporting take on a checkpoint of a billion parameters (--memory, 12 GB of disk).
 """
 
 from __future__ import annotations
@@ -41,14 +43,22 @@ from zero_tp.run.checkpoint.start_point import Resume
 from zero_tp.run.config import RunConfig
 
 WARM_UP = 4  # until saves remove old checkpoints
-CHUNK = 2**20  # of plain writing and reading: larger ones are slower, they leave the processor's cache
+CHUNK = (
+    2**20
+)  # of plain writing and reading: larger ones are slower, they leave the processor's cache
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
     "zero_optimization": {"stage": 1},
     "zero_tp": {
-        "model": {"model_type": "gpt2", "n_layer": 8, "n_embd": 768, "n_head": 12, "n_positions": 64},
+        "model": {
+            "model_type": "gpt2",
+            "n_layer": 8,
+            "n_embd": 768,
+            "n_head": 12,
+            "n_positions": 64,
+        },
         "data": {"train": "nowhere/train", "sequence_length": 64},
         "training": {"steps": 10},
     },
@@ -57,7 +67,8 @@ CONFIG: dict[str, Any] = {
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
     """(wall seconds, CPU seconds of this process)."""
-    begin, spent = time.perf_counter(), time.process_time()
+    begin = time.perf_counter()
+    spent = time.process_time()
     work()
     return time.perf_counter() - begin, time.process_time() - spent
 
@@ -118,7 +129,8 @@ def build(folder: Path, background: bool) -> tuple[TrainingEngine, RunConfig]:
 def speeds(folder: Path, rounds: int) -> dict[str, Any]:
     """Measure the seconds of saving, plain writing, loading and plain reading, in turns."""
     engine, config = build(folder, False)
-    saver, run = run_saver(engine.zero, config, folder / "run"), folder / "run"
+    saver = run_saver(engine.zero, config, folder / "run")
+    run = folder / "run"
     random = torch.randint(0, 256, (CHUNK,), dtype=torch.uint8).numpy().data
     times: dict[str, list[float]] = {name: [] for name in ("save", "write", "load", "read")}
     processor: dict[str, list[float]] = {name: [] for name in times}
@@ -128,9 +140,12 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
         assert saver.outcome() == (turn + 1, "")
         checkpoint = directory.step_directory(run, turn + 1)
         size = sum(file.bytes for file in directory.read_manifest(checkpoint).files.values())
-        # Use a new file each time and keep as many: the first write to a disk's blocks can take several times as long.
+        # Use a new file each time and keep as many: the first write to a disk's blocks can take
+        # several times as long.
         plain = folder / f"plain{turn}"
-        durations["write"] = timed(partial(write_plainly, plain, random, size, folder / f"plain{turn - 3}"))
+        durations["write"] = timed(
+            partial(write_plainly, plain, random, size, folder / f"plain{turn - 3}")
+        )
         forget(checkpoint)
         durations["load"] = timed(partial(load, engine, checkpoint, config.zero_tp.training.seed))
         forget(plain)
@@ -143,10 +158,14 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
     print(f"{gigabytes:.2f} GB, {rounds} rounds in {folder.parent}: median [quartiles]")
     for name, found in times.items():
         rates = [gigabytes / seconds for seconds in found]
-        print(f"  {name:>5}: {quartiles(rates)} GB/s, {quartiles(processor[name])} s on the processor")
+        print(
+            f"  {name:>5}: {quartiles(rates)} GB/s, {quartiles(processor[name])} s on the processor"
+        )
     ratios = {}
     for ours, plainly in (("save", "write"), ("load", "read")):
-        ratios[f"{ours}_to_{plainly}"] = [b / a for a, b in zip(times[ours], times[plainly], strict=True)]
+        ratios[f"{ours}_to_{plainly}"] = [
+            b / a for a, b in zip(times[ours], times[plainly], strict=True)
+        ]
         print(f"  rate of {ours} / {plainly}: {quartiles(ratios[f'{ours}_to_{plainly}'])}")
     return {"bytes": size, "seconds": times, "processor_seconds": processor, **ratios}
 
@@ -159,7 +178,9 @@ def load(engine: TrainingEngine, checkpoint: Path, seed: int) -> None:
 
 
 def standing_still(folder: Path, rounds: int) -> dict[str, Any]:
-    """Measure how long training waits for a background save, the copy to host memory, and the whole save."""
+    """Measure how long training waits for a background save, the copy to host memory, and the
+    whole save.
+    """
     engine, config = build(folder, True)
     saver = run_saver(engine.zero, config, folder / "background")
     waits: list[float] = []
@@ -172,14 +193,21 @@ def standing_still(folder: Path, rounds: int) -> dict[str, Any]:
         saver.wait()
         wholes.append(time.perf_counter() - begin)
         assert saver.outcome() == (step, "")
-        tensors = [tensor for state in engine.zero.optimizer.optimizer.state.values() for tensor in state.values()]
+        tensors = [
+            tensor
+            for state in engine.zero.optimizer.optimizer.state.values()
+            for tensor in state.values()
+        ]
         tensors += list(engine.zero.optimizer.single_partition_of_fp32_groups)
         begin = time.perf_counter()
         copied = [tensor.detach().clone() for tensor in tensors]
         copies.append(time.perf_counter() - begin)
         del copied
     wait, whole, copy = (statistics.median(values) for values in (waits, wholes, copies))
-    print(f"a save in the background: training waits {wait:.3f} s, of {whole:.3f} s; copying alone takes {copy:.3f} s")
+    print(
+        f"a save in the background: training waits {wait:.3f} s, of {whole:.3f} s; copying alone "
+        f"takes {copy:.3f} s"
+    )
     return {"wait_seconds": waits, "whole_seconds": wholes, "copy_seconds": copies}
 
 
@@ -191,7 +219,9 @@ def anonymous_bytes() -> int:
 
 
 def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
-    """Reads a checkpoint of 1.0 B parameters, saved by fake ranks at TP 2 × DP 2, as TP 4 × DP 3 ranks would."""
+    """Reads a checkpoint of 1.0 B parameters, saved by fake ranks at TP 2 × DP 2, as TP 4 × DP 3
+    ranks would.
+    """
     import json
 
     from zero_tp.model.huggingface import ZeroTPForCausalLM
@@ -204,11 +234,16 @@ def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
     (folder / "big.json").write_text(json.dumps(CONFIG))
     config = RunConfig.load(folder / "big.json", world_size=1).hf_config()
     whole = ZeroTPForCausalLM(config, Topology(), device="meta")
-    described = {name: ParameterLayout.of(parameter) for name, parameter in whole.named_parameters()}
-    kinds, temporary, files = ["master", "exp_avg", "exp_avg_sq"], directory.begin(folder / "big"), {}
+    described = {
+        name: ParameterLayout.of(parameter) for name, parameter in whole.named_parameters()
+    }
+    kinds = ["master", "exp_avg", "exp_avg_sq"]
+    temporary = directory.begin(folder / "big")
+    files = {}
     for tensor_rank in range(2):
         for data_rank in range(2):
-            entries, starts = [], {}
+            entries = []
+            starts = {}
             for name, parameter in described.items():
                 numel = torch.Size(parameter.layout.local_shape(parameter.shape, 2)).numel()
                 share = -(-numel // 2)
@@ -216,15 +251,39 @@ def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
                 length = min(numel, starts[name] + share) - starts[name]
                 for kind in kinds:
                     entries.append(
-                        Entry(tensor_name(name, kind), (length,), torch.float32, partial(torch.rand, length))
+                        Entry(
+                            tensor_name(name, kind),
+                            (length,),
+                            torch.float32,
+                            partial(torch.rand, length),
+                        )
                     )
             name = states_file(tensor_rank, data_rank)
             files[name] = write_tensors(temporary / name, entries, {STARTS: json.dumps(starts)})
     manifest = {
-        **{"tensor": 2, "data": 2, "sequence": True, "zero_stage": 2, "dtype": "fp32", "kinds": kinds},
+        **{
+            "tensor": 2,
+            "data": 2,
+            "sequence": True,
+            "zero_stage": 2,
+            "dtype": "fp32",
+            "kinds": kinds,
+        },
         "parameters": {name: each.to_json() for name, each in described.items()},
-        "progress": {"optimizer_steps": 1, "counters": {}, "schedule": None, "learning_rates": [], "loss_scale": {}},
-        **{"model": config.to_dict(), "generation": {}, "fixed": {}, "corpora": {}, "tokenizer": None},
+        "progress": {
+            "optimizer_steps": 1,
+            "counters": {},
+            "schedule": None,
+            "learning_rates": [],
+            "loss_scale": {},
+        },
+        **{
+            "model": config.to_dict(),
+            "generation": {},
+            "fixed": {},
+            "corpora": {},
+            "tokenizer": None,
+        },
         **{"versions": {}, "config": {}},
     }
     assert directory.commit(folder / "big", temporary, 1, manifest, files) == []
@@ -232,7 +291,8 @@ def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
     largest = max(torch.Size(parameter.shape).numel() for parameter in described.values())
     parameters = sum(torch.Size(parameter.shape).numel() for parameter in described.values())
     allowed = 2 * 12 * largest + 200 * 10**6
-    before, peak = anonymous_bytes(), 0
+    before = anonymous_bytes()
+    peak = 0
     reader = CheckpointReader(big, directory.read_manifest(big))
     begin = time.perf_counter()
     for name, parameter in described.items():
@@ -242,23 +302,33 @@ def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
             del piece
     seconds = time.perf_counter() - begin
     print(
-        f"resharding {parameters / 1e9:.2f} B parameters for one of 4 TP ranks: {peak / 1e6:.0f} MB of anonymous "
+        f"resharding {parameters / 1e9:.2f} B parameters for one of 4 TP ranks: {peak / 1e6:.0f} "
+        "MB of anonymous "
         f"memory (allowed: {allowed / 1e6:.0f}), {seconds:.1f} s"
     )
-    result = {"parameters": parameters, "peak_bytes": peak, "allowed_bytes": allowed, "seconds": seconds}
+    result = {
+        "parameters": parameters,
+        "peak_bytes": peak,
+        "allowed_bytes": allowed,
+        "seconds": seconds,
+    }
     return result | {"export": exporting(big, parameters, rounds)}
 
 
 def exporting(big: Path, parameters: int, rounds: int) -> dict[str, Any]:
-    """Seconds of `convert.py to-hf` in fp32, against copying a file of as many bytes, flushed to the disk; in turns."""
+    """Seconds of `convert.py to-hf` in fp32, against copying a file of as many bytes, flushed to
+    the disk; in turns.
+    """
     from zero_tp.run.checkpoint.convert import to_huggingface
 
     chunk = torch.randint(0, 256, (CHUNK,), dtype=torch.uint8).numpy().data
-    original, times = big.parent / "original", {"export": [0.0] * 0, "copy": [0.0] * 0}
+    original = big.parent / "original"
+    times = {"export": [0.0] * 0, "copy": [0.0] * 0}
     processor = {"export": [0.0] * 0, "copy": [0.0] * 0}
     write_plainly(original, chunk, 4 * parameters)
     for turn in range(rounds):
-        output, copied = big.parent / f"export{turn}", big.parent / f"copy{turn}"
+        output = big.parent / f"export{turn}"
+        copied = big.parent / f"copy{turn}"
         forget(big)
         durations = {"export": timed(partial(to_huggingface, big, output))}
         forget(original)
@@ -269,21 +339,36 @@ def exporting(big: Path, parameters: int, rounds: int) -> dict[str, Any]:
         shutil.rmtree(output)
         copied.unlink()
     ratios = [a / b for a, b in zip(times["export"], times["copy"], strict=True)]
-    print(f"exporting / copying {4 * parameters / 1e9:.1f} GB, {rounds} rounds: {quartiles(ratios)} × the time")
+    print(
+        f"exporting / copying {4 * parameters / 1e9:.1f} GB, {rounds} rounds: {quartiles(ratios)} "
+        "× the time"
+    )
     for name, values in times.items():
-        print(f"  {name:>6}: {quartiles(values)} s, {quartiles(processor[name])} s on the processor")
+        print(
+            f"  {name:>6}: {quartiles(values)} s, {quartiles(processor[name])} s on the processor"
+        )
     return {"seconds": times, "processor_seconds": processor, "export_to_copy": ratios}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="times that each is measured (default: 5)")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: the temporary directory)")
-    parser.add_argument("--memory", action="store_true", help="also measure a checkpoint of a billion parameters")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="times that each is measured (default: 5)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to measure (default: the temporary directory)"
+    )
+    parser.add_argument(
+        "--memory", action="store_true", help="also measure a checkpoint of a billion parameters"
+    )
     parser.add_argument("--only-memory", action="store_true", help="measure only that")
     parser.add_argument("--output", type=Path, help="directory for the dated result")
     options = parser.parse_args()
-    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"})
+    os.environ.update(
+        {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    )
     os.environ.setdefault("MASTER_PORT", "29712")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     disable_shared_memory_collectives()
@@ -292,7 +377,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=options.folder) as name:
             folder = Path(name)
             # Above the number of cores, what is measured shares them with other work.
-            result: dict[str, Any] = {"folder": str(options.folder or "temporary"), "load_before": os.getloadavg()}
+            result: dict[str, Any] = {
+                "folder": str(options.folder or "temporary"),
+                "load_before": os.getloadavg(),
+            }
             if not options.only_memory:
                 result["speeds"] = speeds(folder, options.rounds)
                 result["background"] = standing_still(folder, options.rounds)

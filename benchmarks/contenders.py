@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""One rank of a contender of benchmarks/train.py: build the engine, train a few steps, write the measurements."""
+"""One rank of a contender of benchmarks/train.py: build the engine, train a few steps, write the
+measurements.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,21 @@ if TYPE_CHECKING:
     from zero_tp.parallel.topology import Topology
     from zero_tp.run.config import RunConfig
 
-BATCH, WARM_UP, STEPS = 4, 2, 6
-RATE, CLIP = 1e-3, 1.0
-OPTIMIZER = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.0, "torch_adam": True, "fused": True}}
+BATCH = 4
+WARM_UP = 2
+STEPS = 6
+RATE = 1e-3
+CLIP = 1.0
+OPTIMIZER = {
+    "type": "AdamW",
+    "params": {"lr": RATE, "weight_decay": 0.0, "torch_adam": True, "fused": True},
+}
 
 
 class Shape(NamedTuple):
-    """The sizes of a Llama, or of a Mixtral if it has experts of `mlp` each, and the length of its rows."""
+    """The sizes of a Llama, or of a Mixtral if it has experts of `mlp` each, and the length of
+    its rows.
+    """
 
     hidden: int
     layers: int
@@ -43,7 +53,9 @@ class Shape(NamedTuple):
     def parameters(self) -> int:
         """Return the number of elements of the matrices."""
         mlps = 3 * self.mlp * max(1, self.experts) + self.experts
-        return self.layers * self.hidden * (4 * self.hidden + mlps) + 2 * self.vocabulary * self.hidden
+        return (
+            self.layers * self.hidden * (4 * self.hidden + mlps) + 2 * self.vocabulary * self.hidden
+        )
 
 
 SHAPES = {
@@ -101,7 +113,9 @@ def connected(config: RunConfig) -> tuple[Topology, torch.device]:
 def engine_of(
     config: RunConfig, topology: Topology, device: torch.device, weights: Path | None = None
 ) -> TrainingEngine:
-    """Build a run's engine as launch/pretrain.py does, with the weights of a directory or random ones."""
+    """Build a run's engine as launch/pretrain.py does, with the weights of a directory or random
+    ones.
+    """
     from zero_tp.engine.engine import TrainingEngine
     from zero_tp.model.weights.load import PretrainedSource
 
@@ -137,7 +151,9 @@ def zero_tp(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
         config = RunConfig.load(file.name, world_size=world)
     topology, device = connected(config)
     engine = engine_of(config, topology, device, weights)
-    rows = slice(topology.data_rank * config.micro_batch, (topology.data_rank + 1) * config.micro_batch)
+    rows = slice(
+        topology.data_rank * config.micro_batch, (topology.data_rank + 1) * config.micro_batch
+    )
     return lambda tokens: engine.train_step([(tokens[rows, :-1], tokens[rows, 1:])])
 
 
@@ -161,7 +177,9 @@ def hugging_face(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
 
     model = transformers_model(weights, options, bf16)
     parameters = list(model.parameters())
-    masters = [each.detach().float().requires_grad_() for each in parameters] if bf16 else parameters
+    masters = (
+        [each.detach().float().requires_grad_() for each in parameters] if bf16 else parameters
+    )
     optimizer = torch.optim.AdamW(masters, lr=RATE, weight_decay=0.0, fused=True)
 
     def step(tokens: Any) -> float:
@@ -169,7 +187,8 @@ def hugging_face(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
         loss.backward()
         if bf16:
             for master, parameter in zip(masters, parameters, strict=True):
-                master.grad, parameter.grad = parameter.grad.float(), None
+                master.grad = parameter.grad.float()
+                parameter.grad = None
         torch.nn.utils.clip_grad_norm_(masters, CLIP)
         optimizer.step()
         optimizer.zero_grad()
@@ -196,8 +215,11 @@ def with_deepspeed(weights: Path, options: dict[str, Any], bf16: bool) -> Step:
     if tensor > 1:
         settings["tensor_parallel"] = {"autotp_size": tensor}
     model = transformers_model(weights, options, bf16)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
-    rank, micro = dist.get_rank() // tensor, BATCH // data
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=settings
+    )
+    rank = dist.get_rank() // tensor
+    micro = BATCH // data
     rows = slice(rank * micro, (rank + 1) * micro)
 
     def step(tokens: Any) -> float:
@@ -229,7 +251,9 @@ def recorded() -> Iterator[list[Callable[[], Any]]]:
 
     with ExitStack() as stack:
         for name in COLLECTIVES:
-            stack.enter_context(mock.patch.object(ProcessGroup, name, recording(getattr(ProcessGroup, name))))
+            stack.enter_context(
+                mock.patch.object(ProcessGroup, name, recording(getattr(ProcessGroup, name)))
+            )
         yield asked
 
 
@@ -274,18 +298,28 @@ def work(name: str, weights: Path, shape: Shape, bf16: bool, output: Path) -> No
     keep_freed_memory()
     ranks, options = CONTENDERS[name]
     torch.set_num_threads(2 // ranks)
-    make = zero_tp if name.startswith("ztp") else hugging_face if name.startswith("hf") else with_deepspeed
+    make = (
+        zero_tp
+        if name.startswith("ztp")
+        else hugging_face
+        if name.startswith("hf")
+        else with_deepspeed
+    )
     step = make(weights, options, bf16)
     torch.set_num_threads(2 // ranks)
     generator = torch.Generator().manual_seed(2)
-    seconds, losses = [], []
+    seconds = []
+    losses = []
     for number in range(WARM_UP + STEPS):
         tokens = torch.randint(shape.vocabulary, (BATCH, shape.length + 1), generator=generator)
         if number == WARM_UP:
             Path("/proc/self/clear_refs").write_text("5")  # reset the peak of resident memory
         seconds.append(seconds_of(ranks, lambda tokens=tokens: losses.append(step(tokens))))  # type: ignore[misc]
     status = Path("/proc/self/status").read_text()
-    peak = int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
+    peak = (
+        int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+        / 1024
+    )
     result = {"seconds": seconds[WARM_UP:], "losses": losses, "peak_mib": peak}
     result["floor"] = floors(ranks, shape.parameters, lambda: step(tokens))
     if int(os.environ.get("RANK", 0)) == 0:
@@ -300,9 +334,17 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), required=True)
-    parser.add_argument("--output", type=Path, required=True, help="file for the first rank's measurements")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="file for the first rank's measurements"
+    )
     options = parser.parse_args()
-    work(options.contender, options.weights, SHAPES[options.shape], options.dtype == "bf16", options.output)
+    work(
+        options.contender,
+        options.weights,
+        SHAPES[options.shape],
+        options.dtype == "bf16",
+        options.output,
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Measure how many planted near-copies are found, against brute-force Jaccard similarities.
 
-rensa is the library of `zero-tp prepare`, datatrove that of launch/prepare_cluster.py, datasketch another one.
+rensa is the library of `zero-tp prepare`, datatrove that of launch/prepare_cluster.py, datasketch
+another one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ CORPUS = ROOT / "launch" / "corpus" / "sotu.jsonl.gz"
 
 
 def planted(chance: random.Random, copies: int) -> list[str]:
-    """Return the shipped corpus in documents of 80 words, and copies of some with up to a quarter of words changed."""
+    """Return the shipped corpus in documents of 80 words, and copies of some with up to a
+    quarter of words changed.
+    """
     from zero_tp.data.documents import read_documents
 
     words = [text.split() for text in read_documents(CORPUS)]
@@ -35,14 +38,19 @@ def planted(chance: random.Random, copies: int) -> list[str]:
 
 
 def truly(sets: Sequence[set[str]], threshold: float) -> set[int]:
-    """Return the documents whose Jaccard similarity to an earlier, kept document reaches the threshold.
+    """Return the documents whose Jaccard similarity to an earlier, kept document reaches the
+    threshold.
 
     Pairs without a common shingle have similarity 0 and are left out.
     """
-    of_shingle, removed = defaultdict[str, list[int]](list), set[int]()
+    of_shingle = defaultdict[str, list[int]](list)
+    removed = set[int]()
     for number, its in enumerate(sets):
         common = Counter(other for shingle in its for other in of_shingle[shingle])
-        if any(count / (len(its) + len(sets[other]) - count) >= threshold for other, count in common.items()):
+        if any(
+            count / (len(its) + len(sets[other]) - count) >= threshold
+            for other, count in common.items()
+        ):
             removed.add(number)
             continue
         for shingle in its:
@@ -54,13 +62,19 @@ def by_rensa(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[int], 
     from zero_tp.tools.corpus.similarity import near_duplicates, sketches
 
     start_time = time.process_time()
-    all_sketches = [sketch for at in range(0, len(texts), 500) for sketch in sketches(texts[at : at + 500])]
+    all_sketches = [
+        sketch for at in range(0, len(texts), 500) for sketch in sketches(texts[at : at + 500])
+    ]
     sketched = time.process_time()
-    removed = {near.document for near in near_duplicates(enumerate(all_sketches), all_sketches.__getitem__)}
+    removed = {
+        near.document for near in near_duplicates(enumerate(all_sketches), all_sketches.__getitem__)
+    }
     return removed, {"sketch": sketched - start_time, "index": time.process_time() - sketched}
 
 
-def by_datasketch(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[int], dict[str, float]]:
+def by_datasketch(
+    sets: Sequence[set[str]], texts: Sequence[str]
+) -> tuple[set[int], dict[str, float]]:
     from datasketch import MinHash, MinHashLSH  # type: ignore[import-not-found, unused-ignore]
 
     from zero_tp.tools.corpus.similarity import shingles
@@ -69,7 +83,8 @@ def by_datasketch(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[i
     shingled = [[shingle.encode() for shingle in shingles(text)] for text in texts]
     hashes = list(MinHash.bulk(shingled, num_perm=128, seed=42))
     sketched = time.process_time()
-    index, removed = MinHashLSH(num_perm=128, params=(32, 4)), set[int]()
+    index = MinHashLSH(num_perm=128, params=(32, 4))
+    removed = set[int]()
     for number, its in enumerate(hashes):
         if any(its.jaccard(hashes[other]) >= 0.7 for other in index.query(its)):
             removed.add(number)
@@ -78,20 +93,30 @@ def by_datasketch(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[i
     return removed, {"sketch": sketched - start_time, "index": time.process_time() - sketched}
 
 
-def by_datatrove(sets: Sequence[set[str]], texts: Sequence[str]) -> tuple[set[int], dict[str, float]]:
-    """Run the MinHash stages of launch/prepare_cluster.py; all documents of a cluster but the earliest are duplicates.
+def by_datatrove(
+    sets: Sequence[set[str]], texts: Sequence[str]
+) -> tuple[set[int], dict[str, float]]:
+    """Run the MinHash stages of launch/prepare_cluster.py; all documents of a cluster but the
+    earliest are duplicates.
 
     datatrove itself keeps another document of the cluster, as many as here.
     """
     sys.path.insert(0, str(ROOT / "launch"))
     import numpy as np
     from datatrove.data import Document
-    from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, MinhashDedupSignature
+    from datatrove.pipeline.dedup import (
+        MinhashDedupBuckets,
+        MinhashDedupCluster,
+        MinhashDedupSignature,
+    )
     from prepare_cluster import BUCKETS, Words, minhash_config  # type: ignore[import-not-found]
 
-    config, documents = minhash_config(), (Document(text, str(number)) for number, text in enumerate(texts))
+    config = minhash_config()
+    documents = (Document(text, str(number)) for number, text in enumerate(texts))
     with tempfile.TemporaryDirectory() as name:
-        signatures, buckets, removed = (f"{name}/{stage}" for stage in ("signatures", "buckets", "removed"))
+        signatures, buckets, removed = (
+            f"{name}/{stage}" for stage in ("signatures", "buckets", "removed")
+        )
         start = time.process_time()
         MinhashDedupSignature(signatures, config, Words()).run(documents, 0, 1)
         sketched = time.process_time()
@@ -129,8 +154,13 @@ def duplicates(options: argparse.Namespace) -> dict[str, Any]:
             "precision": round(both / len(found), 4),
             "recall of those at 0.8": round(len(found & clear[0.8]) / len(clear[0.8]), 4),
             "removed that are below 0.6": len(found - clear[0.6]),
-            **{f"{part} [CPU us a document]": round(taken / len(texts) * 1e6, 1) for part, taken in seconds.items()},
-            "resident bytes a document": round((psutil.Process().memory_info().rss - before) / len(texts)),
+            **{
+                f"{part} [CPU us a document]": round(taken / len(texts) * 1e6, 1)
+                for part, taken in seconds.items()
+            },
+            "resident bytes a document": round(
+                (psutil.Process().memory_info().rss - before) / len(texts)
+            ),
         }
         print(name, result[name], flush=True)
     return result

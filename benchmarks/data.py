@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Measure how fast a corpus is prepared and read, and how well duplicates are found; --output DIR keeps the result.
+"""Measure how fast a corpus is prepared and read, and how well duplicates are found; --output DIR
+keeps the result.
 
-Parts: duplicates (rensa beside datasketch, against true Jaccard similarities), prepare (beside tokenizers alone, and
-beside megatron-core's builder; wants idle cores), work (where its CPU time goes), read.
+Parts: duplicates (rensa beside datasketch, against true Jaccard similarities), prepare (beside
+tokenizers alone, and beside megatron-core's builder; wants idle cores), work (where its CPU time
+goes), read.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.reduction import ForkingPickler as Pickler
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,7 @@ from dated import ROOT, write_result  # type: ignore[import-not-found]  # beside
 sys.path.insert(0, str(ROOT))
 
 
-# --- preparing --------------------------------------------------------------------------------------------------------
+# --- preparing ------------------------------------------------------------------------------------
 
 _encoder: Any
 
@@ -57,7 +60,9 @@ def by_megatron(source: str, tokenizer: str, output: str, processes: int) -> flo
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     start_time = time.perf_counter()
-    pool = multiprocessing.get_context("fork").Pool(processes, megatron_begin, (f"{tokenizer}/tokenizer.json",))
+    pool = multiprocessing.get_context("fork").Pool(
+        processes, megatron_begin, (f"{tokenizer}/tokenizer.json",)
+    )
     with pool, open(source, encoding="utf-8") as lines:
         builder = IndexedDatasetBuilder(f"{output}.bin", dtype=np.uint16)
         for ids in pool.imap(megatron_encode, lines, 32):
@@ -67,19 +72,26 @@ def by_megatron(source: str, tokenizer: str, output: str, processes: int) -> flo
 
 
 def alone(source: str, tokenizer: str) -> str:
-    """Encode texts in memory by tokenizers' batch encoder in one thread; return seconds and CPU seconds."""
+    """Encode texts in memory by tokenizers' batch encoder in one thread; return seconds and CPU
+    seconds.
+    """
     from tokenizers import Tokenizer
 
     encoder = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
     texts = [json.loads(line)["text"] for line in Path(source).read_text("utf-8").splitlines()]
-    start_time, worked = time.perf_counter(), time.process_time()
+    start_time = time.perf_counter()
+    worked = time.process_time()
     for at in range(0, len(texts), 100):
         _ = [len(each.ids) for each in encoder.encode_batch_fast(texts[at : at + 100])]
     return f"{time.perf_counter() - start_time} {time.process_time() - worked}"
 
 
 def started(command: Sequence[str], threads: bool = False) -> subprocess.Popen[str]:
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true" if threads else "false", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "TOKENIZERS_PARALLELISM": "true" if threads else "false",
+        "PYTHONPATH": str(ROOT),
+    }
     here = Path(__file__).parent
     return subprocess.Popen(command, env=environment, cwd=here, stdout=subprocess.PIPE, text=True)
 
@@ -96,17 +108,23 @@ def ended(process: subprocess.Popen[str]) -> str:
 
 
 def elapsed(command: Sequence[str], threads: bool = False) -> tuple[str, float, float]:
-    """Run a command; return its output, its wall seconds, and its CPU seconds, including its children."""
-    before, start_time = sum(os.times()[2:4]), time.perf_counter()
+    """Run a command; return its output, its wall seconds, and its CPU seconds, including its
+    children.
+    """
+    before = sum(os.times()[2:4])
+    start_time = time.perf_counter()
     output = ended(started(command, threads))
     return output, time.perf_counter() - start_time, sum(os.times()[2:4]) - before
 
 
 def write_pieces(path: Path, copies: int, seed: int) -> Path:
-    """Write `copies` copies of the shipped corpus, in documents of 600 words, each in another order."""
+    """Write `copies` copies of the shipped corpus, in documents of 600 words, each in another
+    order.
+    """
     from zero_tp.data.documents import read_documents
 
-    chance, words = random.Random(seed), [text.split(" ") for text in read_documents(CORPUS)]
+    chance = random.Random(seed)
+    words = [text.split(" ") for text in read_documents(CORPUS)]
     pieces = [" ".join(each[at : at + 600]) for each in words for at in range(0, len(each), 600)]
     with open(path, "w", encoding="utf-8") as file:
         for _ in range(copies):
@@ -116,13 +134,17 @@ def write_pieces(path: Path, copies: int, seed: int) -> Path:
 
 
 def preparing(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure each way as a command of its own, in turns; a ratio compares two ways in the same round."""
+    """Measure each way as a command of its own, in turns; a ratio compares two ways in the same
+    round.
+    """
     cores = len(os.sched_getaffinity(0))
-    one, many = "prepare_data.py, one process with threads", f"prepare_data.py, {cores} processes"
+    one = "prepare_data.py, one process with threads"
+    many = f"prepare_data.py, {cores} processes"
     builder = f"megatron-core's builder, {cores} processes"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        source, tokenizer = f"{name}/texts.jsonl", f"{name}/first/tokenizer"
+        source = f"{name}/texts.jsonl"
+        tokenizer = f"{name}/first/tokenizer"
 
         def prepare(inputs: object, given: str, output: str, *more: object) -> list[str]:
             words = ("--input", inputs, "--tokenizer", given, "--output", folder / output, *more)
@@ -131,7 +153,8 @@ def preparing(options: argparse.Namespace) -> dict[str, Any]:
         ended(started(prepare(CORPUS, "bpe:32768", "first")))
         write_pieces(Path(source), options.copies, options.seed)
         size = Path(source).stat().st_size
-        seconds, worked = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+        seconds = defaultdict[str, list[float]](list)
+        worked = defaultdict[str, list[float]](list)
         parts: list[dict[str, float]] = []
 
         def note(way: str, wall: float, cpu: float | None = None) -> None:
@@ -148,10 +171,16 @@ def preparing(options: argparse.Namespace) -> dict[str, Any]:
             for way, processes in ((one, 1), (many, cores)):
                 output = f"{processes}-{turn}"
                 more = ("--processes", processes)
-                note(way, *elapsed(prepare(source, tokenizer, output, *more), threads=processes == 1)[1:])
+                note(
+                    way,
+                    *elapsed(prepare(source, tokenizer, output, *more), threads=processes == 1)[1:],
+                )
                 report = json.loads((folder / output / "report.json").read_text())
             parts.append(report["seconds"])
-            built = f"by_megatron({source!r}, {tokenizer!r}, {str(folder / f'built-{turn}')!r}, {cores})"
+            built = (
+                f"by_megatron({source!r}, {tokenizer!r}, {str(folder / f'built-{turn}')!r}, "
+                f"{cores})"
+            )
             told, wall, cpu = elapsed(called(built))
             note(f"{builder}, with its imports", wall, cpu)
             note(builder, float(told))
@@ -165,7 +194,10 @@ def preparing(options: argparse.Namespace) -> dict[str, Any]:
 
     def against(base: list[float]) -> dict[str, list[float]]:
         """Return the speed of each way over that of `base` in the same round."""
-        return {way: spread([b / wall for b, wall in zip(base, each, strict=True)]) for way, each in seconds.items()}
+        return {
+            way: spread([b / wall for b, wall in zip(base, each, strict=True)])
+            for way, each in seconds.items()
+        }
 
     return {
         "bytes": size,
@@ -173,7 +205,9 @@ def preparing(options: argparse.Namespace) -> dict[str, Any]:
         "rounds": options.rounds,
         "seconds": {way: [round(wall, 2) for wall in each] for way, each in seconds.items()},
         "tokens/s": {way: round(tokens / statistics.median(each)) for way, each in seconds.items()},
-        "CPU seconds": {way: round(statistics.median(each), 2) for way, each in worked.items() if each},
+        "CPU seconds": {
+            way: round(statistics.median(each), 2) for way, each in worked.items() if each
+        },
         f"of {cores} × tokenizers alone [median, least, most]": against(
             [wall / cores for wall in seconds["tokenizers alone, one thread"]]
         ),
@@ -185,7 +219,9 @@ def preparing(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def working(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the CPU time of each part of a preparation in one thread, and the start of commands and processes."""
+    """Measure the CPU time of each part of a preparation in one thread, and the start of
+    commands and processes.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import zstandard
 
@@ -194,7 +230,8 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
     from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer
     from zero_tp.tools.corpus.blocks import BlockProcessor
 
-    parts, clock = defaultdict[str, float](float), time.process_time
+    parts = defaultdict[str, float](float)
+    clock = time.process_time
 
     def timed(part: str, call: Callable[[], Any]) -> Any:
         start_time = clock()
@@ -204,16 +241,22 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tokenizer = prepare([CORPUS], folder / "first", PrepareSettings("bpe:32768"), processes=1).output / "tokenizer"
-        source, small = write_pieces(folder / "texts.jsonl", 1, options.seed), folder / "small.jsonl"
+        tokenizer = (
+            prepare([CORPUS], folder / "first", PrepareSettings("bpe:32768"), processes=1).output
+            / "tokenizer"
+        )
+        source = write_pieces(folder / "texts.jsonl", 1, options.seed)
+        small = folder / "small.jsonl"
         encoder = DocumentEncoder(load_tokenizer(tokenizer))
-        work, batch = BlockProcessor(options.seed, encoder), encoder._backend.encode_batch_fast
+        work = BlockProcessor(options.seed, encoder)
+        batch = encoder._backend.encode_batch_fast
         (source_file,) = find_sources([source])
         blocks = timed("reading", lambda: list(read_blocks(source_file)))
         timed("between processes", lambda: Pickler.loads(Pickler.dumps(blocks)))
         for block in blocks:
             texts = timed("JSON", lambda: [document.text for _, document in block.documents()])  # noqa: B023
-            outcome = timed("tokenizers' batch encoder", lambda: batch(texts, add_special_tokens=False))  # noqa: B023
+            encode = partial(batch, texts, add_special_tokens=False)
+            outcome = timed("tokenizers' batch encoder", encode)
             timed("ids", lambda: [encoder._ids(each) for each in outcome])  # noqa: B023
             timed("tokenizers' batch encoder", outcome.clear)  # it frees some strings a token
             timed("compressing", lambda: zstandard.compress("".join(texts).encode(), 1))  # noqa: B023
@@ -222,12 +265,21 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
         whole = clock() - whole
         timed("between processes", lambda: Pickler.loads(Pickler.dumps(done)))
         start_time = clock()
-        report = prepare([source], folder / "out", PrepareSettings(str(tokenizer)), processes=1).report
+        report = prepare(
+            [source], folder / "out", PrepareSettings(str(tokenizer)), processes=1
+        ).report
         everything = clock() - start_time
         small.write_text('{"text": "one"}\n{"text": "two"}\n')
         starts = {}
         for processes in (1, 2):
-            words = ("--input", small, "--tokenizer", tokenizer, "--output", folder / f"{processes}")
+            words = (
+                "--input",
+                small,
+                "--tokenizer",
+                tokenizer,
+                "--output",
+                folder / f"{processes}",
+            )
             command = [sys.executable, str(ROOT / "launch" / "prepare_data.py"), *map(str, words)]
             starts[processes] = elapsed([*command, "--processes", str(processes)])[2]
     encoding = parts["tokenizers' batch encoder"]
@@ -242,11 +294,13 @@ def working(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def reading(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure tokens per CPU second in one thread, in batches of 8 × 2048, and opening an index of 10¹² tokens."""
+    """Measure tokens per CPU second in one thread, in batches of 8 × 2048, and opening an index
+    of 10¹² tokens.
+    """
     import numpy as np
     import torch
 
@@ -254,7 +308,8 @@ def reading(options: argparse.Namespace) -> dict[str, Any]:
     from zero_tp.data.samples import PackedSamples
 
     torch.set_num_threads(1)
-    chance, result = np.random.default_rng(options.seed), dict[str, Any]()
+    chance = np.random.default_rng(options.seed)
+    result = dict[str, Any]()
     with tempfile.TemporaryDirectory() as name:
         prefix = f"{name}/c"
         with IndexedWriter(prefix, 50_000) as writer:
@@ -263,17 +318,28 @@ def reading(options: argparse.Namespace) -> dict[str, Any]:
                 writer.add_documents(chance.integers(0, 50_000, sizes.sum()), sizes)
         for separate in (False, True):
             samples = PackedSamples({prefix: 1.0}, 2048, options.seed, separate=separate)
-            start_time, steps = time.process_time(), 1000
+            start_time = time.process_time()
+            steps = 1000
             for step in range(steps):
                 samples.rank_batches(step, 8, 8, 1, 0, 1)
             elapsed = time.process_time() - start_time
-            result["documents apart" if separate else "documents run on"] = round(steps * 8 * 2048 / elapsed)
+            result["documents apart" if separate else "documents run on"] = round(
+                steps * 8 * 2048 / elapsed
+            )
         sequences = 100_000_000
         with open(f"{name}/big.idx", "wb") as file:
             file.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, sequences, sequences + 1))
-            for dtype, factor, count in (("<i4", 0, sequences), ("<i8", 20_000, sequences), ("<i8", 1, sequences + 1)):
+            for dtype, factor, count in (
+                ("<i4", 0, sequences),
+                ("<i8", 20_000, sequences),
+                ("<i8", 1, sequences + 1),
+            ):
                 for at in range(0, count, 10**6):
-                    numbers = np.arange(at, min(at + 10**6, count)) * factor if factor else np.full(10**6, 10_000)
+                    numbers = (
+                        np.arange(at, min(at + 10**6, count)) * factor
+                        if factor
+                        else np.full(10**6, 10_000)
+                    )
                     file.write(numbers.astype(dtype).tobytes())
         with open(f"{name}/big.bin", "wb") as file:
             file.truncate(sequences * 20_000)
@@ -294,11 +360,15 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--copies", type=int, default=16, help="of the shipped corpus, 10.8 MB each (default: 16)")
+    parser.add_argument(
+        "--copies", type=int, default=16, help="of the shipped corpus, 10.8 MB each (default: 16)"
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="write a dated result there")
     options = parser.parse_args()
     result = PARTS[options.part](options)

@@ -25,11 +25,18 @@ def made() -> dict[str, Any]:
 
 
 def write_result(
-    directory: Path, name: str, result: dict[str, Any], machine: str | None = None, *, tell: bool = True
+    directory: Path,
+    name: str,
+    result: dict[str, Any],
+    machine: str | None = None,
+    *,
+    tell: bool = True,
 ) -> Path:
     """Write `DATE-NAME.json` into the directory; print its path if `tell`."""
     frame = made()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
     frame |= {"commit": commit, **({"machine": machine} if machine else {})}
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{frame['date']}-{name}.json"

@@ -1,11 +1,13 @@
-"""Train models of 1.3, 3 and 8 B on this machine's accelerator: tokens/s, MFU, and memory compared with the plan.
+"""Train models of 1.3, 3 and 8 B on this machine's accelerator: tokens/s, MFU, and memory compared
+with the plan.
 
     python -m benchmarks.device --output benchmarks/results/
     python -m benchmarks.device --tiny          # the same code on CPU, with tiny sizes
 
-The runs go the way of launch/pretrain.py: a checked config, `connect_deepspeed`, `TrainingEngine`; weights and tokens
-are random, and each run is a process of its own. The first model is also run with one thing changed at a time. What
-does not fit or fails says so in its row; the others go on, and the exit status is 1.
+The runs go the way of launch/pretrain.py: a checked config, `connect_deepspeed`, `TrainingEngine`;
+weights and tokens are random, and each run is a process of its own. The first model is also run
+with one thing changed at a time. What does not fit or fails says so in its row; the others go on,
+and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -26,13 +28,27 @@ import torch
 from benchmarks.dated import ROOT, write_result
 
 LIMIT_SECONDS = 1800
-LENGTH, TINY_LENGTH = 2048, 64
+LENGTH = 2048
+TINY_LENGTH = 64
 
 
-def llama(hidden: int, layers: int, heads: int, groups: int, mlp: int, vocabulary: int) -> dict[str, Any]:
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+def llama(
+    hidden: int, layers: int, heads: int, groups: int, mlp: int, vocabulary: int
+) -> dict[str, Any]:
+    names = (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+    )
     sizes = dict(zip(names, (hidden, layers, heads, groups, mlp), strict=True))
-    return {"model_type": "llama", **sizes, "vocab_size": vocabulary, "max_position_embeddings": LENGTH}
+    return {
+        "model_type": "llama",
+        **sizes,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": LENGTH,
+    }
 
 
 class Row(NamedTuple):
@@ -77,13 +93,21 @@ ITEMS = {
     "transformers-not-compiled": Item((UNCOMPILED,), transformers=True),
     "not-compiled": Item((UNCOMPILED,)),
     # Of 128 MiB in fp32: an eighth of the launches. Compiled kernels have no slices.
-    "not-compiled-large-slices": Item((UNCOMPILED,), constants=("zero_tp.parallel.loss.SLICE_ELEMENTS=33554432",)),
-    "expandable-segments": Item(environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
-    "optimizer-not-fused": Item(("optimizer.params.torch_adam=true", "optimizer.params.fused=false")),
+    "not-compiled-large-slices": Item(
+        (UNCOMPILED,), constants=("zero_tp.parallel.loss.SLICE_ELEMENTS=33554432",)
+    ),
+    "expandable-segments": Item(
+        environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    ),
+    "optimizer-not-fused": Item(
+        ("optimizer.params.torch_adam=true", "optimizer.params.fused=false")
+    ),
     "gradients-copied": Item((COPIED,)),
     "gradients-copied-small-buckets": Item((COPIED, "zero_optimization.reduce_bucket_size=auto")),
     "cuda-order-of-launches": Item(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, several=True),
-    "one-product-after-the-gather": Item(constants=("zero_tp.parallel.linear.OWN_ROWS_FIRST=false",), several=True),
+    "one-product-after-the-gather": Item(
+        constants=("zero_tp.parallel.linear.OWN_ROWS_FIRST=false",), several=True
+    ),
     "replicas": Item((REPLICAS,), several=True),
     "replicas-reduced-to-owners": Item(
         (REPLICAS, "zero_optimization.use_multi_rank_bucket_allreduce=false"), several=True
@@ -94,7 +118,10 @@ ITEMS = {
 def settings(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2 if options.tiny else row.micro,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1},
+        },
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 1},
         "zero_tp": {
@@ -110,30 +137,54 @@ def settings(row: Row, options: argparse.Namespace) -> dict[str, Any]:
 def launch(row: Row, item: Item, options: argparse.Namespace) -> dict[str, Any]:
     """Run a row in new processes; return its measurements, or the reason why it failed."""
     with tempfile.TemporaryDirectory() as folder:
-        config, output = Path(folder) / "config.json", Path(folder) / "result.json"
+        config = Path(folder) / "config.json"
+        output = Path(folder) / "result.json"
         config.write_text(json.dumps(settings(row, options)))
-        words = ["-m", "benchmarks.device_rank", str(config), "--steps", str(options.steps), "--output", str(output)]
+        words = [
+            "-m",
+            "benchmarks.device_rank",
+            str(config),
+            "--steps",
+            str(options.steps),
+            "--output",
+            str(output),
+        ]
         words += [f"--set={change}" for change in (*row.changes, *item.changes)]
         words += [f"--constant={constant}" for constant in item.constants]
         words += ["--transformers"] * item.transformers
         if options.ranks > 1:
-            words = ["-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks), "--standalone", *words]
+            words = [
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                str(options.ranks),
+                "--standalone",
+                *words,
+            ]
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
             **item.environment,
         }
         environment |= {"DS_ACCELERATOR": "cpu"} if options.tiny else {}
         try:
             done = subprocess.run(
-                [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS
+                [sys.executable, *words],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_SECONDS,
             )
         except subprocess.TimeoutExpired:
             return {"failed": f"took longer than {LIMIT_SECONDS} s"}
         if done.returncode:
             print(done.stdout, done.stderr, sep="", file=sys.stderr)
             told = re.findall(
-                r"^(?:\[rank\d+\]: ?)?((?!torch\.distributed\.)[\w.]*Error\b.*)", done.stderr, re.MULTILINE
+                r"^(?:\[rank\d+\]: ?)?((?!torch\.distributed\.)[\w.]*Error\b.*)",
+                done.stderr,
+                re.MULTILINE,
             )
             return {"failed": told[-1] if told else f"ended with status {done.returncode}"}
         record: dict[str, Any] = json.loads(output.read_text())
@@ -141,7 +192,9 @@ def launch(row: Row, item: Item, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def line_of(name: str, record: dict[str, Any], first: dict[str, Any]) -> str:
-    """Return a line of the table; for an item also the ratio of the first row's tokens/s to its own."""
+    """Return a line of the table; for an item also the ratio of the first row's tokens/s to its
+    own.
+    """
     if "failed" in record:
         return f"{name:<34}{record['failed']}"
     rates = record["tokens_per_second"]
@@ -152,28 +205,43 @@ def line_of(name: str, record: dict[str, Any], first: dict[str, Any]) -> str:
     if record["item"] and "failed" not in first:
         times = f"{statistics.median(first['tokens_per_second']) / middle:.2f}"
     spread = f"{min(rates):,.0f} to {max(rates):,.0f}"
-    return f"{name:<34}{middle:>9,.0f}{spread:>20}{mfu:>9}{record['peak_gib']:>8.2f}{planned:>9}{times:>8}"
+    memory = f"{record['peak_gib']:>8.2f}{planned:>9}"
+    return f"{name:<34}{middle:>9,.0f}{spread:>20}{mfu:>9}{memory}{times:>8}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on CPU")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS], help="models (default: all)")
-    parser.add_argument("--items", nargs="*", choices=ITEMS, default=[*ITEMS], help="of the first (default: all)")
-    parser.add_argument("--ranks", type=int, default=1, help="devices; TP with SP splits each model over them")
+    parser.add_argument(
+        "--rows", nargs="+", choices=ROWS, default=[*ROWS], help="models (default: all)"
+    )
+    parser.add_argument(
+        "--items", nargs="*", choices=ITEMS, default=[*ITEMS], help="of the first (default: all)"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="devices; TP with SP splits each model over them"
+    )
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="directory for the dated result")
     options = parser.parse_args()
-    if not options.tiny and (os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available()):
+    if not options.tiny and (
+        os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available()
+    ):
         parser.error("there is no accelerator here; --tiny runs the same code on CPU")
     first, *others = options.rows
-    elsewhere = [ITEMS[name].transformers if options.ranks > 1 else ITEMS[name].several for name in options.items]
+    elsewhere = [
+        ITEMS[name].transformers if options.ranks > 1 else ITEMS[name].several
+        for name in options.items
+    ]
     items = [name for name, other in zip(options.items, elsewhere, strict=True) if not other]
     runs = [(first, ""), *((first, item) for item in items), *((row, "") for row in others)]
     print(f"{'':<34}{'tokens/s':>9}{'from':>20}{'MFU':>9}{'GiB':>8}{'planned':>9}{'first ×':>8}")
     records: list[dict[str, Any]] = []
     for name, item in runs:
-        row, change = ROWS[name], ITEMS.get(item, Item())
+        row = ROWS[name]
+        change = ITEMS.get(item, Item())
         changes = row.changes + change.changes + change.constants
         run = {"row": name, "item": item, "settings": settings(row, options), "changes": changes}
         records.append({**run, **launch(row, change, options)})
@@ -181,8 +249,12 @@ def main() -> None:
         if options.output:  # after each run: a time limit may end the next one
             result = {"ranks": options.ranks, "timed_steps": options.steps, "runs": records}
             last = len(records) == len(runs)
-            write_result(options.output, "device-tiny" if options.tiny else "device", result, tell=last)
-    if failed := [" ".join((run["row"], run["item"])).strip() for run in records if "failed" in run]:
+            write_result(
+                options.output, "device-tiny" if options.tiny else "device", result, tell=last
+            )
+    if failed := [
+        " ".join((run["row"], run["item"])).strip() for run in records if "failed" in run
+    ]:
         sys.exit(f"failed: {', '.join(failed)}")
 
 

@@ -1,4 +1,6 @@
-"""One rank of a run of benchmarks/device.py: build the engine, train a few steps, write the measurements."""
+"""One rank of a run of benchmarks/device.py: build the engine, train a few steps, write the
+measurements.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,11 @@ WARM_UP = 3
 
 
 def measure_cpu_flops(dtype: torch.dtype, barrier: Callable[[], object], size: int = 1024) -> float:
-    """Measure the FLOP/s of a square matrix product in `dtype`, on all ranks at once: they share cores and memory.
+    """Measure the FLOP/s of a square matrix product in `dtype`, on all ranks at once: they share
+    cores and memory.
 
-    One product of 2·size³ FLOPs warms up, then the median of up to 5 counts; no new one starts after half a second.
+    One product of 2·size³ FLOPs warms up, then the median of up to 5 counts; no new one starts
+    after half a second.
 
     Args:
         barrier: waits for the other ranks; called once, by every rank.
@@ -54,14 +58,17 @@ def measure_cpu_flops(dtype: torch.dtype, barrier: Callable[[], object], size: i
 
 
 def _peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak of this rank's device [FLOP/s]: measured on the CPU, else from the table. Collective."""
+    """Return the peak of this rank's device [FLOP/s]: measured on the CPU, else from the table.
+    Collective.
+    """
     if device.type == "cpu":
         return measure_cpu_flops(dtype, dist.barrier)
     return peak_flops(torch.cuda.get_device_name(), dtype, torch.backends.cuda.matmul.allow_tf32)
 
 
 def planned(config: RunConfig, name: str, world: int) -> dict[str, float]:
-    """Return the planned GiB of the device and of the host; nothing if the planner doesn't know the device.
+    """Return the planned GiB of the device and of the host; nothing if the planner doesn't know the
+    device.
 
     Raises:
         UserError: the run would not fit.
@@ -77,11 +84,16 @@ def planned(config: RunConfig, name: str, world: int) -> dict[str, float]:
             f"would not fit: {run_plan.needed / GIB:.1f} of {device.memory_gib:.1f} GiB, and "
             f"{world * run_plan.memory.host / GIB:.1f} of {host:.1f} GiB of host memory"
         )
-    return {"planned_gib": run_plan.peak.total / GIB, "planned_host_gib": run_plan.memory.host / GIB}
+    return {
+        "planned_gib": run_plan.peak.total / GIB,
+        "planned_host_gib": run_plan.memory.host / GIB,
+    }
 
 
 def replace(constant: str, value: str) -> None:
-    """Give a module's constant another value in this process: `zero_tp.parallel.loss.SLICE_ELEMENTS`, in JSON."""
+    """Give a module's constant another value in this process:
+    `zero_tp.parallel.loss.SLICE_ELEMENTS`, in JSON.
+    """
     module, _, name = constant.rpartition(".")
     known = importlib.import_module(module)
     assert hasattr(known, name), f"{module} has no {name}"
@@ -97,11 +109,15 @@ def transformers_step(config: RunConfig, device: torch.device) -> Callable[[Tens
     from transformers import AutoModelForCausalLM
 
     with device:
-        model = AutoModelForCausalLM.from_config(config.hf_config(), dtype=getattr(torch, DTYPES[config.dtype])).train()
+        model = AutoModelForCausalLM.from_config(
+            config.hf_config(), dtype=getattr(torch, DTYPES[config.dtype])
+        ).train()
     if config.zero_tp.compile:
         model.compile()
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config.engine_settings.written()
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=config.engine_settings.written(),
     )
 
     def step(tokens: Tensor) -> float:
@@ -130,7 +146,8 @@ def measured(config: RunConfig, steps: int, *, transformers: bool = False) -> di
     }
     hf_config = config.hf_config()
     spec = architecture_of(hf_config).spec(hf_config)
-    rows, length = config.micro_batch, config.zero_tp.data.sequence_length
+    rows = config.micro_batch
+    length = config.zero_tp.data.sequence_length
     assert config.accumulation == 1, "one micro-batch"
     if transformers:
         step = transformers_step(config, device)
@@ -140,9 +157,12 @@ def measured(config: RunConfig, steps: int, *, transformers: bool = False) -> di
         def step(tokens: Tensor) -> float:
             return float(engine.train_step([(tokens[:, :-1], tokens[:, 1:])]))
 
-    peak, batch = _peak_flops(device, getattr(torch, DTYPES[config.dtype])), config.global_batch
+    peak = _peak_flops(device, getattr(torch, DTYPES[config.dtype]))
+    batch = config.global_batch
     flops = model_flops(spec, batch, length)
-    generator, losses, seconds = torch.Generator().manual_seed(2 + topology.data_rank), [], list[float]()
+    generator = torch.Generator().manual_seed(2 + topology.data_rank)
+    losses = []
+    seconds = list[float]()
     for number in range(WARM_UP + steps):
         if number == WARM_UP and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -154,7 +174,9 @@ def measured(config: RunConfig, steps: int, *, transformers: bool = False) -> di
     return record | {
         "attention": spec.attention,
         "tokens_per_second": [batch * length / each for each in seconds[WARM_UP:]],
-        "mfu": None if peak is None else [utilisation(flops, each, topology.world, peak) for each in seconds[WARM_UP:]],
+        "mfu": None
+        if peak is None
+        else [utilisation(flops, each, topology.world, peak) for each in seconds[WARM_UP:]],
         "peak_flops": peak,
         "flops_per_step": flops,
         "peak_gib": memory_gib(device.type),
@@ -168,8 +190,12 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--constant", action="append", default=[], metavar="MODULE.NAME=VALUE")
-    parser.add_argument("--transformers", action="store_true", help="train transformers' own class instead")
-    parser.add_argument("--output", type=Path, required=True, help="file for the first rank's measurements")
+    parser.add_argument(
+        "--transformers", action="store_true", help="train transformers' own class instead"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="file for the first rank's measurements"
+    )
     options = parser.parse_args()
     for constant in options.constant:
         replace(*constant.split("="))

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Compare the speed of zero-shot evaluation in one process with lm-eval's own adapter and with plain forwards.
+"""Compare the speed of zero-shot evaluation in one process with lm-eval's own adapter and with
+plain forwards.
 
-Tasks of a directory of lm-eval task files, at the same batch size: seconds of lm-eval's `HFLM` over ours, by
-transformers' class and by zero_tp's. wikitext103 at overlap 32: tokens that the model reads a second, over those of a
-plain batched forward of the same shapes and class that makes logits for the same 32 positions. Each ratio is taken
-within a round; above 1 ours is faster.
+Tasks of a directory of lm-eval task files, at the same batch size: seconds of lm-eval's `HFLM` over
+ours, by transformers' class and by zero_tp's. wikitext103 at overlap 32: tokens that the model
+reads a second, over those of a plain batched forward of the same shapes and class that makes logits
+for the same 32 positions. Each ratio is taken within a round; above 1 ours is faster.
 
-    python benchmarks/evaluation.py --model DIR --include-path TASKS --tasks copa_local --wikitext wiki.valid.txt
+    python benchmarks/evaluation.py --model DIR --include-path TASKS --tasks copa_local --wikitext
+    wiki.valid.txt
 """
 
 from __future__ import annotations
@@ -34,7 +36,12 @@ from zero_tp.tools.evaluation.eval_model import EvalModel, ParallelScorer
 from zero_tp.tools.evaluation.lm_eval_model import LMEvalModel
 from zero_tp.tools.evaluation.lm_eval_tasks import lm_eval_settings
 from zero_tp.tools.evaluation.model_directory import open_directory
-from zero_tp.tools.evaluation.perplexity import WIKITEXT_OVERLAP, detokenize, sliding_windows, wikitext_split
+from zero_tp.tools.evaluation.perplexity import (
+    WIKITEXT_OVERLAP,
+    detokenize,
+    sliding_windows,
+    wikitext_split,
+)
 from zero_tp.tools.evaluation.rows import prefix_token
 
 Contenders = dict[str, Callable[[], object]]
@@ -47,7 +54,9 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def in_turns(contenders: Contenders, rounds: int) -> dict[str, dict[str, Any]]:
-    """Return each function's median seconds and the ratios to the first one's, after one warm-up round."""
+    """Return each function's median seconds and the ratios to the first one's, after one warm-up
+    round.
+    """
     names = list(contenders)
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 1):
@@ -56,7 +65,9 @@ def in_turns(contenders: Contenders, rounds: int) -> dict[str, dict[str, Any]]:
             elapsed = seconds(contenders[name])
             if number:
                 times[name].append(elapsed)
-    ratios = {name: [a / b for a, b in zip(times[names[0]], times[name], strict=True)] for name in names}
+    ratios = {
+        name: [a / b for a, b in zip(times[names[0]], times[name], strict=True)] for name in names
+    }
     return {
         name: {
             "seconds": round(statistics.median(times[name]), 3),
@@ -69,15 +80,23 @@ def in_turns(contenders: Contenders, rounds: int) -> dict[str, dict[str, Any]]:
 
 def eval_models(directory: Path, batch_size: int, positions: int) -> dict[str, EvalModel]:
     """Return the two scoring functions for one process."""
-    native = open_directory(directory).load("float32", "cpu", batch_size=batch_size, sequence_length=positions)
+    native = open_directory(directory).load(
+        "float32", "cpu", batch_size=batch_size, sequence_length=positions
+    )
     own = ZeroTPForCausalLM.from_pretrained(directory).eval()
-    return {"transformers' class": native, "zero_tp's": replace(native, scorer=ParallelScorer(own), module=own)}
+    return {
+        "transformers' class": native,
+        "zero_tp's": replace(native, scorer=ParallelScorer(own), module=own),
+    }
 
 
 def of_tasks(asked: argparse.Namespace, ours: dict[str, EvalModel]) -> dict[str, Any]:
     model = ours["transformers' class"]
     theirs = HFLM(
-        pretrained=model.module, tokenizer=model.tokenizer, batch_size=asked.batch_size, max_length=asked.positions
+        pretrained=model.module,
+        tokenizer=model.tokenizer,
+        batch_size=asked.batch_size,
+        max_length=asked.positions,
     )
     adapters: dict[str, Any] = {"lm-eval's HFLM": theirs}
     adapters |= {f"ours, {name}": LMEvalModel(each) for name, each in ours.items()}
@@ -88,9 +107,14 @@ def of_tasks(asked: argparse.Namespace, ours: dict[str, EvalModel]) -> dict[str,
 
         def run(lm: Any, loaded: Any = loaded) -> None:
             with lm_eval_settings():
-                lm_evaluator.evaluate(lm, loaded, limit=asked.limit, bootstrap_iters=0, log_samples=False)
+                lm_evaluator.evaluate(
+                    lm, loaded, limit=asked.limit, bootstrap_iters=0, log_samples=False
+                )
 
-        timings[task] = in_turns({name: lambda lm=lm: run(lm) for name, lm in adapters.items()}, asked.rounds)  # type: ignore[misc]
+        runs: dict[str, Callable[[], object]] = {
+            name: partial(run, lm) for name, lm in adapters.items()
+        }
+        timings[task] = in_turns(runs, asked.rounds)
         show(task, timings[task])
     return timings
 
@@ -103,7 +127,9 @@ def of_wikitext(asked: argparse.Namespace, ours: dict[str, EvalModel]) -> dict[s
     rows = list(sliding_windows(tokens, asked.positions, WIKITEXT_OVERLAP))
     rows = rows[1 : 1 + asked.windows]  # the first scores all its targets
     batches = [
-        torch.from_numpy(np.stack([row.tokens[:-1] for row in rows[start : start + asked.batch_size]]))
+        torch.from_numpy(
+            np.stack([row.tokens[:-1] for row in rows[start : start + asked.batch_size]])
+        )
         for start in range(0, len(rows), asked.batch_size)
     ]
 
@@ -112,7 +138,8 @@ def of_wikitext(asked: argparse.Namespace, ours: dict[str, EvalModel]) -> dict[s
         for batch in batches:
             module(input_ids=batch, use_cache=False, logits_to_keep=WIKITEXT_OVERLAP)
 
-    computed, results = sum(map(len, rows)), {}
+    computed = sum(map(len, rows))
+    results = {}
     for name, each in ours.items():
         contenders: Contenders = {
             "plain forwards": partial(plain, each.module),
@@ -129,21 +156,38 @@ def show(title: str, timings: dict[str, dict[str, Any]]) -> None:
     print(title)
     for name, figures in timings.items():
         least, greatest = figures["least_and_greatest_ratio"]
-        print(f"  {name:34} {figures['seconds']:8.2f} s  {figures['ratio']:.3f} × ({least:.3f} to {greatest:.3f})")
+        print(
+            f"  {name:34} {figures['seconds']:8.2f} s  {figures['ratio']:.3f} × ({least:.3f} to "
+            f"{greatest:.3f})"
+        )
 
 
 def main() -> None:
     parser = cli.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a Hugging Face directory")
-    parser.add_argument("--include-path", type=Path, required=True, metavar="DIR", help="lm-eval task files")
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help="a Hugging Face directory"
+    )
+    parser.add_argument(
+        "--include-path", type=Path, required=True, metavar="DIR", help="lm-eval task files"
+    )
     parser.add_argument("--tasks", required=True, metavar="TASK[,TASK]", help="of that directory")
-    parser.add_argument("--wikitext", type=Path, required=True, metavar="FILE", help="a WikiText split")
+    parser.add_argument(
+        "--wikitext", type=Path, required=True, metavar="FILE", help="a WikiText split"
+    )
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="default: 8")
-    parser.add_argument("--positions", type=int, default=512, metavar="N", help="tokens of a window (default: 512)")
-    parser.add_argument("--windows", type=int, default=32, metavar="N", help="of wikitext103 (default: 32)")
-    parser.add_argument("--limit", type=int, default=40, metavar="N", help="examples of a task (default: 40)")
+    parser.add_argument(
+        "--positions", type=int, default=512, metavar="N", help="tokens of a window (default: 512)"
+    )
+    parser.add_argument(
+        "--windows", type=int, default=32, metavar="N", help="of wikitext103 (default: 32)"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=40, metavar="N", help="examples of a task (default: 40)"
+    )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: 5")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write a dated JSON result there")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="write a dated JSON result there"
+    )
     asked = parser.parse_args()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     ours = eval_models(asked.model, asked.batch_size, asked.positions)

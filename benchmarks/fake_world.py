@@ -1,4 +1,6 @@
-"""A fake world of which this process is one rank; the time and the requests of its work are counted by part."""
+"""A fake world of which this process is one rank; the time and the requests of its work are
+counted by part.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ COUNTED: dict[str, tuple[Any, tuple[str, ...]]] = {
         tuple(
             name
             for name in dir(dist)
-            if re.fullmatch("(all_|reduce_)[a-z_]*(single|reduce|into_tensor|tensor)|broadcast|barrier", name)
+            if re.fullmatch(
+                "(all_|reduce_)[a-z_]*(single|reduce|into_tensor|tensor)|broadcast|barrier", name
+            )
         ),
     ),
     "waits": (Tensor, ("item", "tolist")),
@@ -68,7 +72,9 @@ class CountedStore(dist.Store):
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
-        self.asked, self.store, self.counted = store, Counter[str](), True
+        self.asked = store
+        self.store = Counter[str]()
+        self.counted = True
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         self.store[name] += 1
@@ -107,7 +113,9 @@ class Clocks:
 
     def __init__(self, folder: Path, store: CountedStore) -> None:
         self.parts: dict[str, Part] = {}
-        self._folder, self._store, self._now = str(folder), store, Part()
+        self._folder = str(folder)
+        self._store = store
+        self._now = Part()
         self._main = threading.get_ident()
         sys.addaudithook(self._opened)
         for what, (owner, names) in COUNTED.items():
@@ -117,10 +125,17 @@ class Clocks:
         for name in names:
             called: Callable[..., Any] = getattr(owner, name)
 
-            def counting(*arguments: Any, called: Callable[..., Any] = called, name: str = name, **options: Any) -> Any:
+            def counting(
+                *arguments: Any,
+                called: Callable[..., Any] = called,
+                name: str = name,
+                **options: Any,
+            ) -> Any:
                 if name == "broadcast":  # nobody sends, and uninitialised memory may hold NaN
                     tensor = arguments[0] if arguments else options["tensor"]
-                    if tensor.is_floating_point() or tensor.dtype == torch.uint8:  # zero.Init sends a weight's bytes
+                    if (
+                        tensor.is_floating_point() or tensor.dtype == torch.uint8
+                    ):  # zero.Init sends a weight's bytes
                         tensor.zero_()
                 if threading.get_ident() == self._main:
                     setattr(self._now, what, getattr(self._now, what) + 1)
@@ -136,8 +151,10 @@ class Clocks:
     @contextlib.contextmanager
     def part(self, name: str, times: int = 1) -> Iterator[None]:
         """Measure the block, which repeats its work `times` times."""
-        self._now, self._store.store = Part(), Counter()
-        start_time, spent = time.perf_counter(), time.process_time()
+        self._now = Part()
+        self._store.store = Counter()
+        start_time = time.perf_counter()
+        spent = time.process_time()
         try:
             yield
         finally:
@@ -147,7 +164,9 @@ class Clocks:
             self.parts[name], self._now = self._now, Part()
 
 
-def exchanged(called: Callable[..., Any], _: Path, output: Tensor, given: Tensor, *sizes: Any, **options: Any) -> Any:
+def exchanged(
+    called: Callable[..., Any], _: Path, output: Tensor, given: Tensor, *sizes: Any, **options: Any
+) -> Any:
     """Stand in for an all-to-all with parts of different sizes, which fake groups lack."""
     if sizes:
         output.zero_()
@@ -182,9 +201,15 @@ def fake_world(ranks: int, rank: int, folder: Path) -> Iterator[tuple[Clocks, Co
         deepspeed.init_distributed("fake", verbose=False)
         for name, stand_in in STAND_INS.items():
             called = getattr(dist, name)
-            stack.enter_context(mock.patch.object(dist, name, partial(stand_in, called, folder / "run")))
+            stack.enter_context(
+                mock.patch.object(dist, name, partial(stand_in, called, folder / "run"))
+            )
         # Results of fake groups equal no rank's and may be non-finite.
         check = "assert_ints_same_as_other_ranks"
-        stack.enter_context(mock.patch.object(partitioned_param_coordinator, check, lambda numbers: None))
-        stack.enter_context(mock.patch.object(DeepSpeedZeroOptimizer_Stage3, "has_overflow", lambda *_: False))
+        stack.enter_context(
+            mock.patch.object(partitioned_param_coordinator, check, lambda numbers: None)
+        )
+        stack.enter_context(
+            mock.patch.object(DeepSpeedZeroOptimizer_Stage3, "has_overflow", lambda *_: False)
+        )
         yield Clocks(folder, store), store

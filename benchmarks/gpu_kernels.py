@@ -23,7 +23,9 @@ from torch import Tensor
 from zero_tp.model.mlp import _gated
 from zero_tp.model.norm import _rms_norm, _rows_gradient, _weight_gradient
 
-TOKENS, HIDDEN, WIDTH = 16_384, 2048, 5504
+TOKENS = 16_384
+HIDDEN = 2048
+WIDTH = 5504
 EPSILON = 1e-5
 PROPERTIES = types.SimpleNamespace(
     name="NVIDIA H200",
@@ -103,7 +105,9 @@ def _pretend_triton_driver() -> None:
     )
 
 
-def lower(name: str, function: Callable[..., Any], inputs: Sequence[Input], unit: float, **options: Any) -> str:
+def lower(
+    name: str, function: Callable[..., Any], inputs: Sequence[Input], unit: float, **options: Any
+) -> str:
     """Print launches and bytes of `function` compiled alone; return the generated source.
 
     Args:
@@ -127,7 +131,9 @@ def lower(name: str, function: Callable[..., Any], inputs: Sequence[Input], unit
         trace = make_fx(pure, decomposition_table=select_decomp_table(), tracing_mode="real")
         module = trace(*tensors)
         view_to_reshape(module)
-        graph = GraphLowering(module, example_inputs=tensors, shape_env=fake.shape_env, is_inference=True)
+        graph = GraphLowering(
+            module, example_inputs=tensors, shape_env=fake.shape_env, is_inference=True
+        )
         with (
             V.set_graph_handler(graph),
             V.set_fake_mode(fake),
@@ -152,7 +158,9 @@ def rms_backward(gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor) 
     return rows_gradient, _weight_gradient(gradient, rows, scale)
 
 
-def rms_backward_of_residual(gradient: Tensor, residual: Tensor, rows: Tensor, scale: Tensor, weight: Tensor) -> Any:
+def rms_backward_of_residual(
+    gradient: Tensor, residual: Tensor, rows: Tensor, scale: Tensor, weight: Tensor
+) -> Any:
     rows_gradient, weight_gradient = rms_backward(gradient, rows, scale, weight)
     return residual + rows_gradient, weight_gradient
 

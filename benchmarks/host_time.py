@@ -20,12 +20,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 LENGTH = 32
-WARM_UP, STEPS = 5, 30
+WARM_UP = 5
+STEPS = 30
 RESULT = "milliseconds:"
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tree", type=Path, help="another checkout, instead of transformers")
     parser.add_argument("--rounds", type=int, default=3, help="turns (default: 3)")
     parser.add_argument("--one", choices=("zero_tp", "transformers"), help=argparse.SUPPRESS)
@@ -64,7 +67,9 @@ def measure(step: Callable[[], object]) -> list[float]:
 
 
 def measure_in_process(tree: Path, contender: str) -> float:
-    """Return the least CPU milliseconds of a step, measured in a process by that tree's own copy."""
+    """Return the least CPU milliseconds of a step, measured in a process by that tree's own
+    copy.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.host_time", "--one", contender],
         cwd=tree,

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Draw the README's picture from the newest dated results: equal losses, less memory, and the speed of peers.
+"""Draw the README's picture from the newest dated results: equal losses, less memory, and the speed
+of peers.
 
 python benchmarks/picture.py docs/picture.png
 """
@@ -39,7 +40,8 @@ def newest(name: str) -> dict[str, Any]:
 
 def same_model(axes: Axes) -> None:
     result = newest("same-model")
-    ours, theirs = result["losses"]["parallel"], result["losses"]["plain"]
+    ours = result["losses"]["parallel"]
+    theirs = result["losses"]["plain"]
     steps = range(1, len(ours) + 1)
     axes.plot(steps, theirs, color=GREY, linewidth=5, label="transformers, one process")
     axes.plot(steps, ours, color=BLUE, linewidth=1.3, label="zero_tp, TP 2 × DP 2, SP, ZeRO-3")
@@ -57,8 +59,15 @@ def same_model(axes: Axes) -> None:
 
 
 def less_memory(axes: Axes) -> None:
-    rows = {(row["parallel"], row["row"]): row["measured"] / MIB for row in newest("activation-memory")["layer_bytes"]}
-    kinds = {"nothing recomputed": BLUE, "selective": GREEN, "full": RED}  # as the paper's table names them
+    rows = {
+        (row["parallel"], row["row"]): row["measured"] / MIB
+        for row in newest("activation-memory")["layer_bytes"]
+    }
+    kinds = {
+        "nothing recomputed": BLUE,
+        "selective": GREEN,
+        "full": RED,
+    }  # as the paper's table names them
     for number, (kind, colour) in enumerate(kinds.items()):
         heights = [rows[parallel, kind] for parallel in LAYERS.values()]
         places = [place + 0.27 * (number - 1) for place in range(len(LAYERS))]
@@ -76,10 +85,16 @@ def beside_peers(axes: Axes) -> None:
             middle, least, most = ratios[name][key]
             axes.barh(place + shift, middle, 0.35, color=colour)
             axes.plot([least, most], [place + shift] * 2, color="#222222", linewidth=0.9)
-            axes.annotate(f"{middle:.2f}", (0.03, place + shift), va="center", color="white", fontsize=8)
+            axes.annotate(
+                f"{middle:.2f}", (0.03, place + shift), va="center", color="white", fontsize=8
+            )
     axes.axvline(1, color="#222222", linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(PEERS)), list(reversed(PEERS.values())))
-    axes.set(title="Beside its peers", xlabel="of the peer's, median and range of 3 rounds", xlim=(0, 1.65))
+    axes.set(
+        title="Beside its peers",
+        xlabel="of the peer's, median and range of 3 rounds",
+        xlim=(0, 1.65),
+    )
     for colour, words in ((BLUE, "tokens/s"), (RED, "peak memory")):
         axes.barh(0, 0, color=colour, label=words)
     axes.legend(frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.42, -0.13))

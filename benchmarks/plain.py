@@ -1,7 +1,7 @@
 """The contender of quickstart.py: Hugging Face's model in DeepSpeed ZeRO, data parallel only.
 
-A rank of the deepspeed launcher. It trains on the same samples of the same run config, with the same global batch,
-optimizer and clipping, and writes the seconds of each step as JSON.
+A rank of the deepspeed launcher. It trains on the same samples of the same run config, with the
+same global batch, optimizer and clipping, and writes the seconds of each step as JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, default=0)
     options = parser.parse_args()
     deepspeed.init_distributed("gloo", verbose=False)
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
+    rank = dist.get_rank()
     run = RunConfig.load(options.config, world_size=world)
     settings = run.engine_settings.written()
     micro = run.global_batch // world // run.accumulation
@@ -38,13 +39,19 @@ def main() -> None:
     torch.manual_seed(run.zero_tp.training.seed)
     model_config: Any = run.hf_config()
     model = AutoModelForCausalLM.from_config(model_config)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=settings)
-    samples = PackedSamples(run.zero_tp.data.train, run.zero_tp.data.sequence_length, run.zero_tp.training.seed)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=settings
+    )
+    samples = PackedSamples(
+        run.zero_tp.data.train, run.zero_tp.data.sequence_length, run.zero_tp.training.seed
+    )
     seconds = []
     for step in range(options.steps):
         started = time.perf_counter()
         total = torch.zeros(())
-        for batch in samples.rank_batches(step, run.global_batch, micro, run.accumulation, rank, world):
+        for batch in samples.rank_batches(
+            step, run.global_batch, micro, run.accumulation, rank, world
+        ):
             tokens = batch.input_ids
             loss = engine(input_ids=tokens, labels=tokens).loss
             engine.backward(loss)
@@ -54,7 +61,9 @@ def main() -> None:
         total.item()
         seconds.append(time.perf_counter() - started)
     if rank == 0:
-        options.output.write_text(json.dumps({"seconds": seconds, "loss": total.item() / world / run.accumulation}))
+        options.output.write_text(
+            json.dumps({"seconds": seconds, "loss": total.item() / world / run.accumulation})
+        )
     dist.barrier()
     dist.destroy_process_group()
 

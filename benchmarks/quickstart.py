@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Throughput of the 4-rank quickstart run (TP 2 × DP 2, SP, ZeRO-2) against Hugging Face's model in ZeRO-2 (DP 4).
+"""Throughput of the 4-rank quickstart run (TP 2 × DP 2, SP, ZeRO-2) against Hugging Face's model in
+ZeRO-2 (DP 4).
 
-Both train on the same tokens with the same global batch through the deepspeed launcher, in turns, several times. The
-first steps of a run are left out. Prints the ratio of the medians and its spread; --output writes a dated result.
+Both train on the same tokens with the same global batch through the deepspeed launcher, in turns,
+several times. The first steps of a run are left out. Prints the ratio of the medians and its
+spread; --output writes a dated result.
 
     python benchmarks/quickstart.py --rounds 5 --output benchmarks/results/
 """
@@ -22,13 +24,28 @@ from dated import ROOT, write_result  # type: ignore[import-not-found]  # beside
 
 from zero_tp.run.config import RunConfig
 
-RANKS, WARM_UP = 4, 5
+RANKS = 4
+WARM_UP = 5
 
 
 def launch(arguments: list[str]) -> None:
-    runner = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_accelerators", str(RANKS)]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*runner, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    runner = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "-q",
+        "--num_accelerators",
+        str(RANKS),
+    ]
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [*runner, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     if done.returncode:
         sys.exit(f"{' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")
 
@@ -41,7 +58,16 @@ def ours(config: Path, directory: Path, steps: int) -> list[float]:
         "scheduler.params.warmup_num_steps": 2,
     }
     words = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
-    launch(["launch/pretrain.py", "--deepspeed_config", str(config), "--output-dir", str(directory), *words])
+    launch(
+        [
+            "launch/pretrain.py",
+            "--deepspeed_config",
+            str(config),
+            "--output-dir",
+            str(directory),
+            *words,
+        ]
+    )
     lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     return [line["seconds"] for line in lines if "loss" in line]
 
@@ -49,16 +75,32 @@ def ours(config: Path, directory: Path, steps: int) -> list[float]:
 def plain(config: Path, directory: Path, steps: int) -> list[float]:
     """Return the seconds of each step of the contender."""
     output = directory / "plain.json"
-    launch(["benchmarks/plain.py", "--config", str(config), "--steps", str(steps), "--output", str(output)])
+    launch(
+        [
+            "benchmarks/plain.py",
+            "--config",
+            str(config),
+            "--steps",
+            str(steps),
+            "--output",
+            str(output),
+        ]
+    )
     seconds: list[float] = json.loads(output.read_text())["seconds"]
     return seconds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", type=Path, default=ROOT / "ds_configs" / "quickstart.json")
-    parser.add_argument("--rounds", type=int, default=5, help="times that each contender runs (default: 5)")
-    parser.add_argument("--steps", type=int, default=30, help="steps of one run, warm-up included (default: 30)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="times that each contender runs (default: 5)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=30, help="steps of one run, warm-up included (default: 30)"
+    )
     parser.add_argument("--output", type=Path, help="directory for the dated result")
     options = parser.parse_args()
     config = RunConfig.load(options.config, world_size=RANKS)
@@ -67,9 +109,14 @@ def main() -> None:
     for turn in range(options.rounds):
         for name, contender in (("zero_tp", ours), ("plain", plain)):
             with tempfile.TemporaryDirectory() as directory:
-                seconds = contender(options.config.resolve(), Path(directory), options.steps)[WARM_UP:]
+                seconds = contender(options.config.resolve(), Path(directory), options.steps)[
+                    WARM_UP:
+                ]
             rates[name].append(tokens / statistics.median(seconds))
-        print(f"round {turn + 1}: " + ", ".join(f"{name} {rate[-1]:.0f} tokens/s" for name, rate in rates.items()))
+        print(
+            f"round {turn + 1}: "
+            + ", ".join(f"{name} {rate[-1]:.0f} tokens/s" for name, rate in rates.items())
+        )
     ratios = [a / b for a, b in zip(rates["zero_tp"], rates["plain"], strict=True)]
     median = statistics.median(ratios)
     print(f"zero_tp / plain: median {median:.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")

@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 8 -m benchmarks.recompute --output benchmarks/results/
 
-Each technique's overhead is the median over the rounds, with quartiles, relative to TP alone. The last column is what
-it adds to the FLOPs of the layer's products. `python -m benchmarks.papers recomputation-table-4` is the small version.
+Each technique's overhead is the median over the rounds, with quartiles, relative to TP alone. The
+last column is what it adds to the FLOPs of the layer's products. `python -m benchmarks.papers
+recomputation-table-4` is the small version.
 """
 
 from __future__ import annotations
@@ -29,15 +30,31 @@ DTYPES = ("fp32", "bf16")
 
 def arguments() -> argparse.Namespace:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     default = " (default: %(default)s)"
-    parser.add_argument("--hidden", type=int, default=6144 if cuda else 768, help="hidden size h" + default)
-    parser.add_argument("--heads", type=int, default=64 if cuda else 12, help="attention heads a" + default)
-    parser.add_argument("--sequence", type=int, default=2048 if cuda else 512, help="sequence length s" + default)
-    parser.add_argument("--batch", type=int, default=4 if cuda else 2, help="micro-batch b" + default)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32", help="dtype" + default)
-    parser.add_argument("--dropout", type=float, default=0.1, help="of scores and of both branches" + default)
-    parser.add_argument("--rounds", type=int, default=20, help="times that each technique runs" + default)
+    parser.add_argument(
+        "--hidden", type=int, default=6144 if cuda else 768, help="hidden size h" + default
+    )
+    parser.add_argument(
+        "--heads", type=int, default=64 if cuda else 12, help="attention heads a" + default
+    )
+    parser.add_argument(
+        "--sequence", type=int, default=2048 if cuda else 512, help="sequence length s" + default
+    )
+    parser.add_argument(
+        "--batch", type=int, default=4 if cuda else 2, help="micro-batch b" + default
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bf16" if cuda else "fp32", help="dtype" + default
+    )
+    parser.add_argument(
+        "--dropout", type=float, default=0.1, help="of scores and of both branches" + default
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="times that each technique runs" + default
+    )
     parser.add_argument("--output", type=Path, help="directory for the dated result")
     return parser.parse_args()
 
@@ -49,7 +66,8 @@ def report(options: argparse.Namespace, layer: Layer, times: layers.Times, devic
         low, middle, high = statistics.quantiles(ratios, n=4)
         flops = layers.added_flops(layer, name)
         print(
-            f"{name:>18}  forward {1e3 * forward:6.1f} ms, backward {1e3 * backward:6.1f} ms, overhead {middle:+.1%} "
+            f"{name:>18}  forward {1e3 * forward:6.1f} ms, backward {1e3 * backward:6.1f} ms, "
+            f"overhead {middle:+.1%} "
             f"({low:+.1%} to {high:+.1%}), FLOPs {flops:+.1%}"
         )
         rows[name] = {
@@ -59,7 +77,12 @@ def report(options: argparse.Namespace, layer: Layer, times: layers.Times, devic
         }
     if options.output:
         shape = {"s": layer.s, "b": layer.b, "h": layer.h, "a": layer.a, "t": dist.get_world_size()}
-        result = {"device": device, "layer": shape, "dtype": options.dtype, "dropout": options.dropout}
+        result = {
+            "device": device,
+            "layer": shape,
+            "dtype": options.dtype,
+            "dropout": options.dropout,
+        }
         result |= {"rounds": options.rounds, "rows": rows}
         write_result(options.output, f"recompute-{device.split(',')[0]}", result)
 
@@ -67,8 +90,15 @@ def report(options: argparse.Namespace, layer: Layer, times: layers.Times, devic
 def runs(layer: Layer, options: argparse.Namespace) -> dict[str, RunConfig]:
     """Return a run of each technique, with TP over all ranks; without SP on one rank."""
     world = dist.get_world_size()
-    dropout = (f"zero_tp.model.{name}={options.dropout}" for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop"))
-    changes = ("zero_tp.model.n_layer=1", f"bf16.enabled={json.dumps(options.dtype == 'bf16')}", *dropout)
+    dropout = (
+        f"zero_tp.model.{name}={options.dropout}"
+        for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")
+    )
+    changes = (
+        "zero_tp.model.n_layer=1",
+        f"bf16.enabled={json.dumps(options.dtype == 'bf16')}",
+        *dropout,
+    )
     return {
         name: of_layers(layer, world, *changes, *technique(name))
         for name, (sequence, _) in TECHNIQUES.items()
@@ -89,7 +119,12 @@ def main() -> None:
         layer = Layer(options.sequence, options.batch, options.hidden, options.heads)
         times = layers.measure(runs(layer, options), options.rounds, device)
         if dist.get_rank() == 0:
-            report(options, layer, times, f"cuda, {torch.cuda.get_device_name()}" if cuda else "cpu, gloo")
+            report(
+                options,
+                layer,
+                times,
+                f"cuda, {torch.cuda.get_device_name()}" if cuda else "cpu, gloo",
+            )
     finally:
         dist.destroy_process_group()
 

@@ -1,10 +1,12 @@
-"""Measure one rank's own work of a start, a step, a save and a resume in worlds of 8 to 4,096 ranks.
+"""Measure one rank's own work of a start, a step, a save and a resume in worlds of 8 to 4,096
+ranks.
 
     python -m benchmarks.scale [--worlds 8 64 512 4096] [--output benchmarks/results/]
 
-It simulates rank 0, and under TP 8 and ZeRO-1 also a rank in the middle, each in its own process (scale_rank.py).
-Without TP there are the most replicas. Prints the CPU seconds of each part, which other work on the machine changes
-least, the rank's requests to others, and the files that it opens. benchmarks/results/scaling.md has the results.
+It simulates rank 0, and under TP 8 and ZeRO-1 also a rank in the middle, each in its own process
+(scale_rank.py). Without TP there are the most replicas. Prints the CPU seconds of each part, which
+other work on the machine changes least, the rank's requests to others, and the files that it opens.
+benchmarks/results/scaling.md has the results.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from benchmarks.dated import ROOT, write_result
 
 WORLDS = (8, 64, 512, 4096)
 START = ("config", "corpora, model config", "groups", "agreement", "engine", "saver")
-"""The parts of a start from nothing, without the time of collectives and of network file systems."""
+"""The parts of a start from nothing, without the time of collectives and of network file
+systems.
+"""
 RESUMED = (*START, "resume: config", "resume: what there is", "resume: states")
 MOVED = (*START, "resume: config", "resume, moved: what there is", "resume, moved: states")
 OTHER = (*START, "resume: config", "resume, other TP: what there is", "resume, other TP: states")
@@ -72,7 +76,9 @@ def store_rate() -> float:
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    done = subprocess.run([sys.executable, "-c", COUNT, str(store.port)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT, str(store.port)], capture_output=True, text=True, check=True
+    )
     return float(done.stdout)
 
 
@@ -100,23 +106,33 @@ def _seconds(record: dict[str, Any], parts: tuple[str, ...]) -> str:
 
 
 def asked(record: dict[str, Any]) -> str:
-    """Return a Markdown table of each part's requests to others, which are equal on all ranks but the first."""
-    lines = ["| part | store | object collectives | groups | collectives | host waits | files opened |"]
+    """Return a Markdown table of each part's requests to others, which are equal on all ranks
+    but the first.
+    """
+    lines = [
+        "| part | store | object collectives | groups | collectives | host waits | files opened |"
+    ]
     lines += ["| --- | --- | ---: | ---: | ---: | ---: | --- |"]
     for name, part in record["parts"].items():
         store = ", ".join(f"{count:,} {kind}" for kind, count in sorted(part["store"].items()))
         opened = ", ".join(f"{count} × {file}" for file, count in part["opened"].items())
-        numbers = " | ".join(f"{part[key]:,}" for key in ("objects", "groups", "collectives", "waits"))
+        numbers = " | ".join(
+            f"{part[key]:,}" for key in ("objects", "groups", "collectives", "waits")
+        )
         lines.append(f"| {name} | {store} | {numbers} | {opened} |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS)
     parser.add_argument("--cases", choices=CASES, nargs="+", default=CASES)
     parser.add_argument("--steps", type=int, default=20, help="steps that are timed (default: 20)")
-    parser.add_argument("--output", type=Path, help="directory for the dated results, one for each case")
+    parser.add_argument(
+        "--output", type=Path, help="directory for the dated results, one for each case"
+    )
     options = parser.parse_args()
     rate = store_rate()
     print(f"a store of this machine answers {rate:,.0f} requests/s\n", flush=True)
@@ -130,7 +146,11 @@ def main() -> None:
         print(f"### {case}\n\n{table(records)}\n", flush=True)
         print(f"What the last of them asks of the others:\n\n{asked(records[-1])}\n", flush=True)
         if options.output:
-            result = {"store_requests_per_second": rate, "load_average": os.getloadavg(), "ranks": records}
+            result = {
+                "store_requests_per_second": rate,
+                "load_average": os.getloadavg(),
+                "ranks": records,
+            }
             write_result(options.output, f"scale-{case}", result)
 
 

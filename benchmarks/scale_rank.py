@@ -1,7 +1,8 @@
-"""Measure one rank's own work of a start, a step, a save and a resume, by part, in a world of fake ranks.
+"""Measure one rank's own work of a start, a step, a save and a resume, by part, in a world of fake
+ranks.
 
-torch's fake process groups return at once. The job's store is a real TCP store on this machine, and already has what
-the other ranks would write. So the times are this rank's own.
+torch's fake process groups return at once. The job's store is a real TCP store on this machine, and
+already has what the other ranks would write. So the times are this rank's own.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from zero_tp.run.process.signals import Requests
 from zero_tp.run.process.watch import Watchdog
 from zero_tp.run.run_inputs import RunInputs
 
-VOCABULARY, LENGTH = 1024, 64
+VOCABULARY = 1024
+LENGTH = 64
 STATES = 12
 """Bytes of a parameter in a checkpoint: its master and two moments, in fp32."""
 
@@ -74,7 +76,9 @@ class World:
 
 
 def as_rank_zero(work: Callable[[], Any]) -> Any:
-    """Stand in for `on_rank_zero`: there is no rank 0 that sends its result, so this rank does the work too."""
+    """Stand in for `on_rank_zero`: there is no rank 0 that sends its result, so this rank does
+    the work too.
+    """
     result = [work()]
     dist.broadcast_object_list(result)
     return result[0]
@@ -84,7 +88,8 @@ def as_rank_zero(work: Callable[[], Any]) -> Any:
 def simulate(world: World, folder: Path) -> dict[str, Any]:
     """Run a rank's work in a world; return its "parts" and other figures."""
     with fake_world(world.ranks, world.rank, folder) as (clocks, store):
-        file, run = furnish(world, folder), folder / "run"
+        file = furnish(world, folder)
+        run = folder / "run"
         with clocks.part("config"):
             config = RunConfig.load(file, (), world.ranks)
         directory.checkpoints_directory(run).mkdir(parents=True, exist_ok=True)
@@ -97,11 +102,18 @@ def simulate(world: World, folder: Path) -> dict[str, Any]:
             assert Resume.find(run, config) is None
         with clocks.part("engine"):
             engine = TrainingEngine(
-                prepared.model_config, topology, config.engine_settings, seed=config.zero_tp.training.seed
+                prepared.model_config,
+                topology,
+                config.engine_settings,
+                seed=config.zero_tp.training.seed,
             )
         with clocks.part("saver"):
             saver = run_saver(
-                engine.zero, config, run, corpora=prepared.corpora, validation=prepared.validation_corpora
+                engine.zero,
+                config,
+                run,
+                corpora=prepared.corpora,
+                validation=prepared.validation_corpora,
             )
         train(world, clocks, prepared, engine)
         watched(world, clocks, store)
@@ -116,11 +128,17 @@ def simulate(world: World, folder: Path) -> dict[str, Any]:
             write_moved(moved, saver, *sizes)
             go_on(clocks, f"resume, {name}", moved, config, engine, prepared)
             shutil.rmtree(moved)
-        return {**asdict(world), "parts": {name: asdict(part) for name, part in clocks.parts.items()}, **result}
+        return {
+            **asdict(world),
+            "parts": {name: asdict(part) for name, part in clocks.parts.items()},
+            **result,
+        }
 
 
 def furnish(world: World, folder: Path) -> Path:
-    """Write a corpus of a hundred thousand documents and a config into the folder; return the config's path."""
+    """Write a corpus of a hundred thousand documents and a config into the folder; return the
+    config's path.
+    """
     documents = 100_000
     with IndexedWriter(folder / "corpus", VOCABULARY) as writer:
         writer.add_documents(np.arange(20 * documents) % VOCABULARY, np.full(documents, 20))
@@ -132,8 +150,15 @@ def furnish(world: World, folder: Path) -> Path:
         "zero_optimization": {"stage": world.stage, "stage3_param_persistence_threshold": 0},
         "zero_tp": {
             "model": {
-                **{"model_type": "llama", "num_hidden_layers": world.layers, "hidden_size": world.hidden},
-                **{"intermediate_size": 2 * world.hidden, "num_attention_heads": max(8, world.tensor)},
+                **{
+                    "model_type": "llama",
+                    "num_hidden_layers": world.layers,
+                    "hidden_size": world.hidden,
+                },
+                **{
+                    "intermediate_size": 2 * world.hidden,
+                    "num_attention_heads": max(8, world.tensor),
+                },
                 **{"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH},
                 **{"bos_token_id": 1, "eos_token_id": 2},
             },
@@ -149,12 +174,19 @@ def furnish(world: World, folder: Path) -> Path:
 
 def train(world: World, clocks: Clocks, prepared: RunInputs, engine: TrainingEngine) -> None:
     """Run steps as the loop does, then the guards."""
-    config, topology, requests = prepared.config, engine.topology, Requests()
+    config = prepared.config
+    topology = engine.topology
+    requests = Requests()
     times = list[tuple[float, float]]()
 
     def step(number: int) -> None:
         batches = prepared.samples.rank_batches(
-            number, config.global_batch, config.micro_batch, config.accumulation, topology.data_rank, topology.data
+            number,
+            config.global_batch,
+            config.micro_batch,
+            config.accumulation,
+            topology.data_rank,
+            topology.data,
         )
         engine.train_step(batches)
         requests.all_reduce(engine.device)
@@ -164,30 +196,41 @@ def train(world: World, clocks: Clocks, prepared: RunInputs, engine: TrainingEng
             step(number)
         if number:
             times.append((clocks.parts["step"].seconds, clocks.parts["step"].processor))
-    clocks.parts["step"].seconds, clocks.parts["step"].processor = map(statistics.median, zip(*times, strict=True))
+    clocks.parts["step"].seconds, clocks.parts["step"].processor = map(
+        statistics.median, zip(*times, strict=True)
+    )
     with clocks.part("guards"):
         check_replicas(engine.model, topology, 1)
         check_duplicates(engine.zero, 1)
 
 
 def watched(world: World, clocks: Clocks, store: CountedStore) -> None:
-    """Measure how long rank 0 takes to read the status of all ranks, as it does when a run hangs."""
+    """Measure how long rank 0 takes to read the status of all ranks, as it does when a run
+    hangs.
+    """
     told = dist.PrefixStore("zero_tp/watch", store)
     for rank in range(world.ranks):
-        status = RankStatus(1, "step", 7, "backward", host=f"node{rank // 8}", frame="wait (x.py:1)", waiting=True)
+        status = RankStatus(
+            1, "step", 7, "backward", host=f"node{rank // 8}", frame="wait (x.py:1)", waiting=True
+        )
         told.set(str(rank), json.dumps(asdict(status)))
     watch = Watchdog()
-    watch._rank, watch._world, watch._store = world.rank, world.ranks, told
+    watch._rank = world.rank
+    watch._world = world.ranks
+    watch._store = told
     with clocks.part("watch: all positions"):
         assert len(watch._read(range(world.ranks))) == world.ranks
 
 
 def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any]:
-    """Save; rank 0 finds the files and the store entries of all others, with the sizes of `parameters`."""
+    """Save; rank 0 finds the files and the store entries of all others, with the sizes of
+    `parameters`.
+    """
     size = world.parameters * STATES // world.ranks
     digest = "0" * 64
     written = FileDigest(size, digest, (digest,) * -(-size // PART_BYTES))
-    begin, stub = directory.begin, run / "stub"
+    begin = directory.begin
+    stub = run / "stub"
     with stub.open("wb") as file:
         file.truncate(size)
 
@@ -211,7 +254,9 @@ def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any
             saver._store.set("1/outcome", "{}")
         with clocks.part("save: the rank's own"):
             if world.rank == 0:
-                with mock.patch.object(saver, "_finish", lambda manifest: kept.update(manifest=manifest) or {}):
+                with mock.patch.object(
+                    saver, "_finish", lambda manifest: kept.update(manifest=manifest) or {}
+                ):
                     kept: dict[str, Any] = {}
                     saver.save(1)
             else:
@@ -225,7 +270,9 @@ def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any
             saver._finish(kept["manifest"])
     else:
         names = [states_file(*divmod(rank, world.data)) for rank in range(world.ranks)]
-        files = dict.fromkeys(names, written) | {own["file"]: FileDigest(own["size"], own["sha256"], own["parts"])}
+        files = dict.fromkeys(names, written) | {
+            own["file"]: FileDigest(own["size"], own["sha256"], own["parts"])
+        }
         directory.commit(run, temporary, 1, saver._describe(), files)
     manifest = directory.step_directory(run, 1) / directory.MANIFEST
     return {"manifest_bytes": manifest.stat().st_size, "told_bytes": len(json.dumps(vars(written)))}
@@ -260,12 +307,18 @@ def written(file: Path, lengths: dict[str, int], starts: dict[str, int]) -> File
     whole = len(encoded).to_bytes(8, "little") + encoded + bytes(at)
     file.write_bytes(whole)
     return FileDigest.of_parts(
-        len(whole), [hashlib.sha256(whole[at : at + PART_BYTES]).digest() for at in range(0, len(whole), PART_BYTES)]
+        len(whole),
+        [
+            hashlib.sha256(whole[at : at + PART_BYTES]).digest()
+            for at in range(0, len(whole), PART_BYTES)
+        ],
     )
 
 
 def moves(world: World) -> dict[str, tuple[int, int]]:
-    """Return (TP degree, replicas) of the checkpoints to resume: half as many replicas, and all ranks without TP."""
+    """Return (TP degree, replicas) of the checkpoints to resume: half as many replicas, and all
+    ranks without TP.
+    """
     found = {}
     if world.data > 1:
         found["moved"] = (world.tensor, world.data // 2)
@@ -275,16 +328,28 @@ def moves(world: World) -> dict[str, tuple[int, int]]:
 
 
 def write_moved(run: Path, saver: Saver, tensor: int, data: int) -> None:
-    """Write a checkpoint of `tensor` × `data` ranks: the files of this TP rank, and small ones for the others."""
-    described = {name: ParameterLayout.of(parameter) for name, parameter in saver.zero.model.named_parameters()}
-    temporary, files = directory.begin(run), dict[str, FileDigest]()
-    numels = {name: math.prod(one.layout.local_shape(one.shape, tensor)) for name, one in described.items()}
-    kinds, own = saver.zero.states().kinds(), saver.topology.tensor_rank % tensor
+    """Write a checkpoint of `tensor` × `data` ranks: the files of this TP rank, and small ones
+    for the others.
+    """
+    described = {
+        name: ParameterLayout.of(parameter)
+        for name, parameter in saver.zero.model.named_parameters()
+    }
+    temporary = directory.begin(run)
+    files = dict[str, FileDigest]()
+    numels = {
+        name: math.prod(one.layout.local_shape(one.shape, tensor))
+        for name, one in described.items()
+    }
+    kinds = saver.zero.states().kinds()
+    own = saver.topology.tensor_rank % tensor
     for data_rank in range(data):
-        lengths, starts = dict[str, int](), dict[str, int]()
+        lengths = dict[str, int]()
+        starts = dict[str, int]()
         for name, numel in numels.items():
             share = -(-numel // data)
-            start, stop = min(numel, data_rank * share), min(numel, (data_rank + 1) * share)
+            start = min(numel, data_rank * share)
+            stop = min(numel, (data_rank + 1) * share)
             if start < stop:
                 starts[name] = start
                 lengths |= {tensor_name(name, kind): stop - start for kind in kinds}

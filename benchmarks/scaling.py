@@ -1,4 +1,5 @@
-"""Plan weak scaling: models of 8, 70 and 530 B on 8 to 4,096 H100, each at the fastest settings that fit.
+"""Plan weak scaling: models of 8, 70 and 530 B on 8 to 4,096 H100, each at the fastest settings
+that fit.
 
     python -m benchmarks.scaling [--devices 8 64 512 4096]
 
@@ -24,7 +25,12 @@ DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 TOKENS = 8192
 """Of each device in a step, whatever the number of devices."""
 OVERLAPPED = ("zero_optimization.stage=1", "zero_optimization.overlap_comm=true")
-LLAMA_70B = {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+LLAMA_70B = {
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+}
 MODELS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "8 B": ("llama3_8b.json", 8192, ()),
     "70 B": (
@@ -50,9 +56,16 @@ def point(name: str, devices: int) -> Point:
     file, length, changes = MODELS[name]
     device = named_device("h100")
     sequences = devices * TOKENS // length
-    overrides = [*changes, *OVERLAPPED, f"train_batch_size={sequences}", "train_micro_batch_size_per_gpu=1"]
+    overrides = [
+        *changes,
+        *OVERLAPPED,
+        f"train_batch_size={sequences}",
+        "train_micro_batch_size_per_gpu=1",
+    ]
     try:
-        (best,), _ = Search(RunConfig.load(CONFIGS / file, overrides, devices), device).fastest(overrides, 1)
+        (best,), _ = Search(RunConfig.load(CONFIGS / file, overrides, devices), device).fastest(
+            overrides, 1
+        )
     except UserError:
         return Point(devices, None)
     assert device.bf16_tflops is not None
@@ -73,7 +86,8 @@ def row(one: Point, fastest: float) -> str:
     time = one.best.time
     exposed = f"{time.tp_communication / time.total:.1%} | {time.dp_communication / time.total:.1%}"
     return (
-        f"| {one.devices:,} | {one.best.describe()} | {time.total:.3f} | {one.tokens:,.0f} | {one.mfu:.1%} | "
+        f"| {one.devices:,} | {one.best.describe()} | {time.total:.3f} | {one.tokens:,.0f} | "
+        f"{one.mfu:.1%} | "
         f"{one.tokens / fastest:.1%} | {exposed} |"
     )
 
@@ -82,14 +96,23 @@ def table(name: str, devices: tuple[int, ...]) -> str:
     """Return a model's table in Markdown."""
     points = [point(name, number) for number in devices]
     fastest = max(one.tokens for one in points)
-    head = "| devices | fastest settings | s a step | tokens/s a device | MFU | efficiency | TP costs | DP costs |"
+    head = (
+        "| devices | fastest settings | s a step | tokens/s a device | MFU | efficiency | TP costs "
+        "| DP costs |"
+    )
     return "\n".join(
-        [head, "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |", *(row(one, fastest) for one in points)]
+        [
+            head,
+            "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+            *(row(one, fastest) for one in points),
+        ]
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", type=int, nargs="+", default=DEVICES)
     options = parser.parse_args()
     for name in MODELS:

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""Time from the command to the first step of the quickstart's pretraining (4 CPU ranks), part by part.
+"""Time from the command to the first step of the quickstart's pretraining (4 CPU ranks), part by
+part.
 
-The ranks run launch/pretrain.py with clocks around its parts. Several starts; prints the median of each part on rank 0,
-wall time and rank 0's own CPU time, which other work on the machine changes less. --output writes a dated result.
+The ranks run launch/pretrain.py with clocks around its parts. Several starts; prints the median of
+each part on rank 0, wall time and rank 0's own CPU time, which other work on the machine changes
+less. --output writes a dated result.
 
-    python benchmarks/start.py --rounds 5 --output benchmarks/results/     # after bash launch/quickstart.sh
+    python benchmarks/start.py --rounds 5 --output benchmarks/results/     # after bash
+    launch/quickstart.sh
 """
 
 from __future__ import annotations
@@ -32,7 +35,11 @@ LAUNCHERS = {
     "deepspeed": ["-m", "deepspeed.launcher.runner", "-q", "--num_accelerators", str(RANKS)],
     "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)],
 }
-SETTINGS = {"zero_tp.training.steps": 1, "zero_tp.evaluation.batches": 1, "scheduler.params.warmup_num_steps": 1}
+SETTINGS = {
+    "zero_tp.training.steps": 1,
+    "zero_tp.evaluation.batches": 1,
+    "scheduler.params.warmup_num_steps": 1,
+}
 IMPORTS = {
     "torch": ["torch.distributed"],
     "transformers": ["transformers.models.auto.configuration_auto"],
@@ -51,7 +58,9 @@ class Clock:
         self.marks.append((part, time.time(), time.process_time()))
 
     def around(self, owner: Any, name: str, before: str, part: str) -> None:
-        """Record the start of each call of `owner.name` as the end of `before`, and its end as that of `part`."""
+        """Record the start of each call of `owner.name` as the end of `before`, and its end as
+        that of `part`.
+        """
         called: Callable[..., Any] = getattr(owner, name)
 
         def timed(*arguments: Any, **options: Any) -> Any:
@@ -65,7 +74,8 @@ class Clock:
 
 def rank() -> None:
     """Run launch/pretrain.py with clocks, until its first step has ended."""
-    clock, file = Clock(), os.environ.pop(MARKS)
+    clock = Clock()
+    file = os.environ.pop(MARKS)
     clock.ended("Python")
     for part, modules in IMPORTS.items():
         for module in modules:
@@ -96,38 +106,58 @@ def start(launcher: str, config: Path) -> dict[str, tuple[float, float]]:
     """Start the run once; return rank 0's (seconds, CPU seconds) by part."""
     with tempfile.TemporaryDirectory() as directory:
         marks = Path(directory) / "marks.json"
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment = {
+            **os.environ,
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
         environment[MARKS] = str(marks)
         words = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
         run = ["--deepspeed_config", str(config), "--output-dir", f"{directory}/run", *words]
         start_time = time.time()
-        with socket.create_server(("127.0.0.1", 0)) as free:  # the launchers' own is always the same
+        with socket.create_server(
+            ("127.0.0.1", 0)
+        ) as free:  # the launchers' own is always the same
             port = ["--master_port", str(free.getsockname()[1])]
         command = [sys.executable, *LAUNCHERS[launcher], *port, str(Path(__file__).resolve()), *run]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-        reached, wall, cpu = {}, start_time, 0.0
+        reached = {}
+        wall = start_time
+        cpu = 0.0
         for part, ended, used in json.loads(marks.read_text()):
             reached[part] = (ended - wall, used - cpu)
-            wall, cpu = ended, used
+            wall = ended
+            cpu = used
         return {"launcher, Python": reached.pop("Python"), **reached}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", type=Path, default=ROOT / "ds_configs" / "quickstart.json")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="deepspeed")
-    parser.add_argument("--rounds", type=int, default=5, help="starts (default: 5), after one that is not counted")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="starts (default: 5), after one that is not counted"
+    )
     parser.add_argument("--output", type=Path, help="directory for the dated result")
     options = parser.parse_args()
     start(options.launcher, options.config.resolve())  # reads the libraries' files into memory
     rounds = [start(options.launcher, options.config.resolve()) for _ in range(options.rounds)]
-    rounds = [{**each, "all": (sum(w for w, _ in each.values()), sum(c for _, c in each.values()))} for each in rounds]
+    rounds = [
+        {**each, "all": (sum(w for w, _ in each.values()), sum(c for _, c in each.values()))}
+        for each in rounds
+    ]
     print(f"{'part':24} {'seconds':>8} {'from':>6} {'to':>6} {'CPU s':>6}")
     for part in rounds[0]:
         wall, cpu = zip(*(each[part] for each in rounds), strict=True)
-        figures = f"{statistics.median(wall):8.2f} {min(wall):6.2f} {max(wall):6.2f} {statistics.median(cpu):6.2f}"
+        figures = (
+            f"{statistics.median(wall):8.2f} {min(wall):6.2f} {max(wall):6.2f} "
+            f"{statistics.median(cpu):6.2f}"
+        )
         print(f"{part:24} {figures}")
     if options.output:
         result = {

@@ -1,4 +1,5 @@
-"""Count the operations (on a GPU: launches) of one training step of a small Llama, by phase, on one CPU rank.
+"""Count the operations (on a GPU: launches) of one training step of a small Llama, by phase, on one
+CPU rank.
 
     DS_ACCELERATOR=cpu python -m benchmarks.step_launches [KEY=VALUE …]
     DS_ACCELERATOR=cpu python -m benchmarks.step_launches zero_optimization.stage=2
@@ -25,7 +26,8 @@ from benchmarks.device import llama
 from zero_tp.engine.engine import TrainingEngine
 from zero_tp.run.config import RunConfig
 
-LENGTH, VOCABULARY = 64, 512
+LENGTH = 64
+VOCABULARY = 512
 VIEWS = {
     *("view", "t", "transpose", "permute", "detach", "alias", "unsqueeze", "squeeze", "expand"),
     *("slice", "select", "_unsafe_view", "as_strided", "split", "split_with_sizes"),
@@ -56,7 +58,9 @@ class OperationCounter(TorchDispatchMode):
         self.phase = "start"
         self.operations: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = function.overloadpacket.__name__
         if name not in VIEWS:
             self.operations[self.phase][name] += 1

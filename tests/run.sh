@@ -49,6 +49,7 @@ done
 types=
 if [ -z "$tests_only" ]; then
     check ruff check .
+    check ruff format --check .
     # Beside the tests, whose ranks leave a core idle now and then.
     log=$(mktemp)
     nice mypy "${folders[@]}" >"$log" 2>&1 &

@@ -1,4 +1,5 @@
-"""Tensor and sequence parallel pretraining on DeepSpeed ZeRO, behind a Hugging Face compatible model.
+"""Tensor and sequence parallel pretraining on DeepSpeed ZeRO, behind a Hugging Face compatible
+model.
 
 The names below are imported on first use, because torch and transformers take seconds to import.
 """
@@ -97,11 +98,15 @@ _OLD_MODULES = {
     "zero_tp.training.engine": "zero_tp.engine.engine",
     "zero_tp.training": "zero_tp.run",
 }
-"""Former names of modules and packages, which scripts may import until version 0.2, and their new names."""
+"""Former names of modules and packages, which scripts may import until version 0.2, and their
+new names.
+"""
 
 
 class _OldModules:
-    """Import a module of `_OLD_MODULES`, or one inside it, by its old name: the same module object."""
+    """Import a module of `_OLD_MODULES`, or one inside it, by its old name: the same module
+    object.
+    """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         old = next((old for old in _OLD_MODULES if f"{name}.".startswith(f"{old}.")), None)
@@ -119,7 +124,9 @@ class _Alias:
 
     def exec_module(self, module: ModuleType) -> None:
         warn(
-            f"{module.__name__} is {self.name} now; the old name goes in version 0.2", DeprecationWarning, stacklevel=2
+            f"{module.__name__} is {self.name} now; the old name goes in version 0.2",
+            DeprecationWarning,
+            stacklevel=2,
         )
         sys.modules[module.__name__] = import_module(self.name)
 

@@ -1,4 +1,6 @@
-"""`zero-tp COMMAND …`, or `python -m zero_tp COMMAND …`, starts one of the commands of zero_tp/commands."""
+"""`zero-tp COMMAND …`, or `python -m zero_tp COMMAND …`, starts one of the commands of
+zero_tp/commands.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def parser(prog: str) -> cli.Parser:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         module = command_module(name)
-        module.add_arguments(commands.add_parser(name, help=command.summary, description=module.__doc__))
+        module.add_arguments(
+            commands.add_parser(name, help=command.summary, description=module.__doc__)
+        )
     return top
 
 
@@ -39,7 +43,9 @@ def main() -> NoReturn:
 
     def help_or_error() -> None:
         if not name.startswith("-"):
-            raise UserError(f"{shown(name)} is no command of {prog}: {did_you_mean(name, COMMANDS)}")
+            raise UserError(
+                f"{shown(name)} is no command of {prog}: {did_you_mean(name, COMMANDS)}"
+            )
         parser(prog).parse_args([name])
 
     cli.run(help_or_error)

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def main(callbacks: Sequence[Callback] = ()) -> NoReturn:
-    """Parse this process's command line, train with your own callbacks, and exit with the run's status.
+    """Parse this process's command line, train with your own callbacks, and exit with the run's
+    status.
 
     Call it in the main thread of a script that a launcher starts on every rank.
     """

@@ -1,4 +1,5 @@
-"""Reproduce a paper's result: measured at small size on this machine, planned at full size, and published.
+"""Reproduce a paper's result: measured at small size on this machine, planned at full size, and
+published.
 
     %(prog)s                                        every NAME, with a line each
     %(prog)s recomputation-table-2 --output papers
@@ -25,9 +26,22 @@ PROG = "python -m benchmarks.papers"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", choices=names(), metavar="NAME", help="the result; without NAME, list all")
-    parser.add_argument("--plan-only", action="store_true", help="only plan the full size; run nothing")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write NAME.html, its pictures and NAME.json there")
+    parser.add_argument(
+        "name",
+        nargs="?",
+        choices=names(),
+        metavar="NAME",
+        help="the result; without NAME, list all",
+    )
+    parser.add_argument(
+        "--plan-only", action="store_true", help="only plan the full size; run nothing"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="write NAME.html, its pictures and NAME.json there",
+    )
 
 
 def main(options: argparse.Namespace) -> None:
@@ -48,9 +62,13 @@ def main(options: argparse.Namespace) -> None:
 
 def listed() -> list[str]:
     """Return the lines of a list of all results, by paper."""
-    width, lines = max(map(len, names())), list[str]()
+    width = max(map(len, names()))
+    lines = list[str]()
     for paper, each in PAPERS.items():
-        lines += [each.title, *(f"  {f'{paper}-{name}':{width}}  {what}" for name, what in each.results.items())]
+        lines += [
+            each.title,
+            *(f"  {f'{paper}-{name}':{width}}  {what}" for name, what in each.results.items()),
+        ]
     return lines
 
 

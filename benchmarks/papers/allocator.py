@@ -1,12 +1,17 @@
-"""A model of PyTorch's caching allocator on CUDA, to replay the allocations and frees of a step (ZeRO-R's M_D).
+"""A model of PyTorch's caching allocator on CUDA, to replay the allocations and frees of a step
+(ZeRO-R's M_D).
 
-The CPU's allocator has no segments. The rules are those of c10/cuda/CUDACachingAllocator.cpp with default settings, for
-one stream; the sizes are those of c10/core/AllocatorConfig.h and CachingDeviceAllocator.h of torch 2.13:
+The CPU's allocator has no segments. The rules are those of c10/cuda/CUDACachingAllocator.cpp with
+default settings, for one stream; the sizes are those of c10/core/AllocatorConfig.h and
+CachingDeviceAllocator.h of torch 2.13:
 
-- a request is rounded up to 512 bytes; up to 1 MiB it goes to the small pool, else to the large one;
+- a request is rounded up to 512 bytes; up to 1 MiB it goes to the small pool, else to the large
+  one;
 - it takes the smallest free block that is large enough, of equal ones that with the lowest address;
-- if there is none, a segment is allocated: 2 MiB in the small pool, 20 MiB below 10 MiB, else a multiple of 2 MiB;
-- the rest of a block is split off: from 512 bytes on in the small pool, above 1 MiB in the large one;
+- if there is none, a segment is allocated: 2 MiB in the small pool, 20 MiB below 10 MiB, else a
+  multiple of 2 MiB;
+- the rest of a block is split off: from 512 bytes on in the small pool, above 1 MiB in the large
+  one;
 - a freed block is merged with its free neighbours in the segment, which stays with the process;
 - if the device is full, all free segments are released, and the segment is requested once more.
 """
@@ -73,7 +78,8 @@ class CachingAllocator:
             rest = Block(block.address + size, left, small, block, block.after)
             if block.after is not None:
                 block.after.before = rest
-            block.after, block.size = rest, size
+            block.after = rest
+            block.size = size
             self._put(rest)
         block.free = False
         self.allocated += block.size
@@ -83,10 +89,12 @@ class CachingAllocator:
         """Free a block."""
         assert not block.free, "freed twice"
         self.allocated -= block.size
-        before, after = block.before, block.after
+        before = block.before
+        after = block.after
         if before is not None and before.free:
             self._take(before)
-            block.address, block.size = before.address, block.size + before.size
+            block.address = before.address
+            block.size = block.size + before.size
             block.before = before.before
             if block.before is not None:
                 block.before.after = block
@@ -100,12 +108,18 @@ class CachingAllocator:
 
     def _segment(self, size: int, small: bool) -> Block:
         segment_size = (
-            SMALL_SEGMENT if small else LARGE_SEGMENT if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
+            SMALL_SEGMENT
+            if small
+            else LARGE_SEGMENT
+            if size < MIN_LARGE
+            else -(-size // ROUND_LARGE) * ROUND_LARGE
         )
         if self.capacity is not None and self.reserved + segment_size > self.capacity:
             self._release_free_segments()
             if self.reserved + segment_size > self.capacity:
-                raise OutOfMemory(f"{segment_size} bytes, with {self.reserved} of {self.capacity} reserved")
+                raise OutOfMemory(
+                    f"{segment_size} bytes, with {self.reserved} of {self.capacity} reserved"
+                )
         self.reserved += segment_size
         self._end += segment_size
         return Block(self._end - segment_size, segment_size, small)
@@ -113,7 +127,9 @@ class CachingAllocator:
     def _release_free_segments(self) -> None:
         for small, pool in self._free.items():
             self._free[small] = [entry for entry in pool if entry[2].before or entry[2].after]
-            self.reserved -= sum(entry[0] for entry in pool) - sum(entry[0] for entry in self._free[small])
+            self.reserved -= sum(entry[0] for entry in pool) - sum(
+                entry[0] for entry in self._free[small]
+            )
 
     def _put(self, block: Block) -> None:
         block.free = True
@@ -158,7 +174,8 @@ def replay(events: Iterable[Event], capacity: int | None = None) -> Replay:
             block, gone = blocks.pop(name)
             allocator.free(block)
             tensors -= gone
-        most, reserved = max(most, tensors), max(reserved, allocator.reserved)
+        most = max(most, tensors)
+        reserved = max(reserved, allocator.reserved)
     return Replay(most, reserved)
 
 
@@ -166,7 +183,8 @@ def least_capacity(events: Iterable[Event]) -> int:
     """Return the least device memory, in multiples of 2 MiB, in which the events run."""
     events = list(events)
     free = replay(events)
-    low, high = free.tensors // ROUND_LARGE - 1, -(-free.reserved // ROUND_LARGE)
+    low = free.tensors // ROUND_LARGE - 1
+    high = -(-free.reserved // ROUND_LARGE)
     while low + 1 < high:
         middle = (low + high) // 2
         try:

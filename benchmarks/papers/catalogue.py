@@ -24,20 +24,23 @@ PAPERS = {
     "zero": Paper(
         "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (arXiv 1910.02054)",
         {
-            "model-states": "bytes of parameters, gradients and optimizer states by stage (table 1, figure 1)",
+            "model-states": "bytes of parameters, gradients and optimizer states by stage (table "
+            "1, figure 1)",
             "largest-model": "the largest model that trains in a given memory, by stage",
             "residual": "ZeRO-R: P_a, C_B and M_D on and off: bytes, and fragmentation",
             "volume": "what a rank sends in a step, by stage",
         },
     ),
     "megatron": Paper(
-        "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism (arXiv 1909.08053)",
+        "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism "
+        "(arXiv 1909.08053)",
         {
             "sizes": "parameters of every model (table 1)",
             "scaling": "weak scaling, strong scaling, attention heads (figure 5, appendix D)",
             "learning": "loss, perplexity and last words by size (section 5.3)",
             "same-model": "the same losses on TP 1, 2 and 4",
-            "norm-order": "what BERTs of both orders of layer norm learn at growing depth (figure 7)",
+            "norm-order": "what BERTs of both orders of layer norm learn at growing depth (figure "
+            "7)",
         },
     ),
     "recomputation": Paper(
@@ -55,7 +58,8 @@ PAPERS = {
         "Where training memory goes",
         {
             "over-time": "memory over the first and later steps, by category, of GPT-2 and Llama",
-            "by-length": "activations against sequence length and batch, with attention fused and not",
+            "by-length": "activations against sequence length and batch, with attention fused and "
+            "not",
             "by-dtype": "model states a parameter, in fp32 and 16 bits",
             "by-recomputation": "activations and peak by what is recomputed, of GPT-2 and Llama",
         },

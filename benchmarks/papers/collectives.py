@@ -21,17 +21,23 @@ COLLECTIVES = tuple(
 
 @contextmanager
 def counted() -> Iterator[dict[str, float]]:
-    """Yield the elements that this rank sends in the block, by collective, counted as for rings of N ranks.
+    """Yield the elements that this rank sends in the block, by collective, counted as for rings of
+    N ranks.
 
-    All-gather, reduce-scatter, broadcast and reduce of n elements send n·(N-1)/N, an all-reduce twice as many.
+    All-gather, reduce-scatter, broadcast and reduce of n elements send n·(N-1)/N, an all-reduce
+    twice as many.
     """
     sent: dict[str, float] = {}
 
     def counting(name: str, method: Any) -> Any:
         def called(group: ProcessGroup, *args: Any, **options: Any) -> Any:
-            tensors = [[each for each in tree_iter(argument) if isinstance(each, Tensor)] for argument in args[:2]]
+            tensors = [
+                [each for each in tree_iter(argument) if isinstance(each, Tensor)]
+                for argument in args[:2]
+            ]
             elements = max(sum(each.numel() for each in argument) for argument in tensors)
-            times, size = 2 if "allreduce" in name else 1, group.size()
+            times = 2 if "allreduce" in name else 1
+            size = group.size()
             sent[name] = sent.get(name, 0.0) + times * elements * (size - 1) / size
             return method(group, *args, **options)
 
@@ -39,5 +45,7 @@ def counted() -> Iterator[dict[str, float]]:
 
     with ExitStack() as stack:
         for name in COLLECTIVES:
-            stack.enter_context(mock.patch.object(ProcessGroup, name, counting(name, getattr(ProcessGroup, name))))
+            stack.enter_context(
+                mock.patch.object(ProcessGroup, name, counting(name, getattr(ProcessGroup, name)))
+            )
         yield sent

@@ -1,4 +1,6 @@
-"""Configs, engines and batches of the runs that are measured at small size and planned at full size."""
+"""Configs, engines and batches of the runs that are measured at small size and planned at full
+size.
+"""
 
 from __future__ import annotations
 
@@ -48,21 +50,34 @@ def small_config(ranks: int, *changes: str) -> RunConfig:
 
 
 def of_layers(layer: Layer, ranks: int, *changes: str) -> RunConfig:
-    """Return the config of a GPT-2 with the papers' layers (dropout, eager attention), with TP over all ranks."""
+    """Return the config of a GPT-2 with the papers' layers (dropout, eager attention), with TP
+    over all ranks.
+    """
     model = {"n_layer": 4, "n_embd": layer.h, "n_head": layer.a, "n_positions": layer.s}
     shape = (f"zero_tp.data.sequence_length={layer.s}", f"train_micro_batch_size_per_gpu={layer.b}")
-    own = (*(f"zero_tp.model.{key}={value}" for key, value in model.items()), *shape, "zero_tp.attention=eager")
+    own = (
+        *(f"zero_tp.model.{key}={value}" for key, value in model.items()),
+        *shape,
+        "zero_tp.attention=eager",
+    )
     return small_config(ranks, *own, f"zero_tp.parallel.tensor={ranks}", *changes)
 
 
 def large_config(name: str, devices: int, *changes: str) -> RunConfig:
     """Return one of ds_configs/papers, with one micro-batch on each device."""
-    return RunConfig.load(shipped_path(CONFIGS) / "papers" / f"{name}.json", [*ONE_MICRO_BATCH, *changes], devices)
+    return RunConfig.load(
+        shipped_path(CONFIGS) / "papers" / f"{name}.json", [*ONE_MICRO_BATCH, *changes], devices
+    )
 
 
 def view_of(config: RunConfig) -> PaperMemory:
     """Return the papers' formulas for one rank of a run on accelerators."""
-    return PaperMemory(run_model_size(config), workload_of(config, cpu=False), config.zero_stage, config.data_parallel)
+    return PaperMemory(
+        run_model_size(config),
+        workload_of(config, cpu=False),
+        config.zero_stage,
+        config.data_parallel,
+    )
 
 
 def kept_by_formula(config: RunConfig) -> float:
@@ -88,7 +103,9 @@ def built(
     """Build a run's model with its recomputation on this rank, without an engine. Collective."""
     dtype = getattr(torch, DTYPES[config.dtype])
     model = ZeroTPForCausalLM(config.hf_config(), topology, dtype=dtype, device=device).train()
-    return model, ActivationMemory(model, config.zero_tp.recompute_policy, ActivationCheckpointing(), device)
+    return model, ActivationMemory(
+        model, config.zero_tp.recompute_policy, ActivationCheckpointing(), device
+    )
 
 
 def engine_of(config: RunConfig, topology: Topology | None = None) -> TrainingEngine:

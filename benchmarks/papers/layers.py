@@ -1,4 +1,6 @@
-"""Measure one layer under each technique, on running ranks: the bytes that it keeps, and its times."""
+"""Measure one layer under each technique, on running ranks: the bytes that it keeps, and its
+times.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ WARM_UP = 2
 PASSES = ("forward", "backward")
 
 
-# ---- bytes -----------------------------------------------------------------------------------------------------------
+# ---- bytes ---------------------------------------------------------------------------------------
 
 
 def kept_bytes(configs: Mapping[str, RunConfig]) -> dict[str, int]:
@@ -42,7 +44,7 @@ def kept_by_micro_batch(config: RunConfig) -> list[int]:
     return byte_counts
 
 
-# ---- times -----------------------------------------------------------------------------------------------------------
+# ---- times ---------------------------------------------------------------------------------------
 
 
 def measure(configs: Mapping[str, RunConfig], rounds: int, device: torch.device = CPU) -> Times:
@@ -58,10 +60,18 @@ def measure(configs: Mapping[str, RunConfig], rounds: int, device: torch.device 
 
 
 def _run(config: RunConfig, device: torch.device) -> Callable[[], tuple[float, float]]:
-    """Return a function that runs the layer forward and backward once, and returns the seconds of each."""
+    """Return a function that runs the layer forward and backward once, and returns the seconds
+    of each.
+    """
     model, _ = built(config, topology_of(config), device)
-    topology, length, dtype = model.topology, config.zero_tp.data.sequence_length, model.dtype
-    shape = (length // (topology.tensor if topology.sequence else 1), config.micro_batch, model.spec.hidden)
+    topology = model.topology
+    length = config.zero_tp.data.sequence_length
+    dtype = model.dtype
+    shape = (
+        length // (topology.tensor if topology.sequence else 1),
+        config.micro_batch,
+        model.spec.hidden,
+    )
     stream = torch.randn(shape, dtype=dtype, device=device).requires_grad_()
     gradient = torch.randn(shape, dtype=dtype, device=device)
     context = model.transformer.context(length, stream, ForwardInputs(), sequence=topology.sequence)
@@ -91,7 +101,9 @@ def medians(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def overheads(times: Times) -> dict[str, list[float]]:
-    """Return each technique's overhead in each round: the time of both passes relative to TP alone, minus 1."""
+    """Return each technique's overhead in each round: the time of both passes relative to TP
+    alone, minus 1.
+    """
     return {
         name: [sum(mine) / sum(base) - 1 for mine, base in zip(each, times["TP"], strict=True)]
         for name, each in times.items()
@@ -99,6 +111,8 @@ def overheads(times: Times) -> dict[str, list[float]]:
 
 
 def added_flops(layer: Layer, technique: str) -> float:
-    """Return the share that a technique adds to a layer's matrix FLOPs, a third of which are forward's."""
+    """Return the share that a technique adds to a layer's matrix FLOPs, a third of which are
+    forward's.
+    """
     core = layer.s / (6 * layer.h)  # 4bs²h of 24bsh²
     return {"none": 0.0, "full": 1.0, "selective": core / (1 + core)}[TECHNIQUES[technique][1]] / 3

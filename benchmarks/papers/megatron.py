@@ -1,4 +1,6 @@
-"""Results of Megatron-LM (arXiv 1909.08053): sizes, scaling, learning by size, and equal losses at any TP degree."""
+"""Results of Megatron-LM (arXiv 1909.08053): sizes, scaling, learning by size, and equal losses
+at any TP degree.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,15 @@ TRAINED = {
     "BERT, 3.9 B": ("bert_3.9b", 3900),
 }
 """File, and millions of parameters, rounded."""
-# Percent of the FLOP/s of the 1.2 B model on one device (section 5.1; by heads appendix D), and its speed-up there.
-WEAK, HEADS = {"8.3 B, MP 8": 77, "8.3 B, MP 8 × DP 64": 74}, {"16 heads": 82, "32 heads": 77}
+# Percent of the FLOP/s of the 1.2 B model on one device (section 5.1; by heads appendix D), and its
+# speed-up there.
+WEAK = {"8.3 B, MP 8": 77, "8.3 B, MP 8 × DP 64": 74}
+HEADS = {"16 heads": 82, "32 heads": 77}
 SPEED_UP = {"2 devices": 1.64}
 ALONE_TFLOPS = 39
 
 
-# ---- table 1: sizes --------------------------------------------------------------------------------------------------
+# ---- table 1: sizes ------------------------------------------------------------------------------
 
 
 def sizes(*, measured: bool) -> Reproduction:
@@ -55,16 +59,32 @@ def sizes(*, measured: bool) -> Reproduction:
     for name, (file, tensor, heads, billions) in SCALED.items():
         run = scaled(file, tensor, heads=heads)
         model = run.config.hf_config()
-        formula = formulas.gpt_parameters(model.n_layer, model.n_embd, model.vocab_size, model.n_positions)
+        formula = formulas.gpt_parameters(
+            model.n_layer, model.n_embd, model.vocab_size, model.n_positions
+        )
         counted = native_parameters(run.config) / 1e9 if measured else None
-        study.append(Row(f"{name}, MP {tensor}", "B", counted, run.model.num_parameters / 1e9, formula / 1e9, billions))
+        study.append(
+            Row(
+                f"{name}, MP {tensor}",
+                "B",
+                counted,
+                run.model.num_parameters / 1e9,
+                formula / 1e9,
+                billions,
+            )
+        )
     trained = []
     for name, (file, millions) in TRAINED.items():
         config = RunConfig.load(shipped_path(CONFIGS) / f"{file}.json", ONE_MICRO_BATCH, 8)
         counted = native_parameters(config) / 1e6 if measured else None
-        trained.append(Row(name, "M", counted, run_model_size(config).num_parameters / 1e6, published=millions))
+        trained.append(
+            Row(name, "M", counted, run_model_size(config).num_parameters / 1e6, published=millions)
+        )
     tables: dict[str, Table] = {"scaling study (table 1)": study, "models that it trained": trained}
-    notes = ("Measured: counted in transformers' own class. BERT's 1.3 and 3.9 B are rounded in the paper.",)
+    notes = (
+        "Measured: counted in transformers' own class. BERT's 1.3 and 3.9 B are rounded in the "
+        "paper.",
+    )
     return Reproduction("Parameters (table 1)", tables, notes=notes)
 
 
@@ -77,35 +97,56 @@ def native_parameters(config: RunConfig) -> int:
     return sum(parameter.numel() for parameter in native.parameters())
 
 
-# ---- figure 5 and appendix D: scaling --------------------------------------------------------------------------------
+# ---- figure 5 and appendix D: scaling ------------------------------------------------------------
 
-BATCH = ("train_micro_batch_size_per_gpu=8", "zero_optimization.stage=0", "zero_tp.parallel.sequence=false")
+BATCH = (
+    "train_micro_batch_size_per_gpu=8",
+    "zero_optimization.stage=0",
+    "zero_tp.parallel.sequence=false",
+)
 ALONE = "zero_tp.model.n_embd=320"
 TWICE = "zero_tp.model.n_embd=480"
 """A model with almost twice the parameters, for two ranks."""
 
 
 def scaling(*, measured: bool) -> Reproduction:
-    """Weak scaling, strong scaling and attention heads: planned, and measured on two ranks of this machine."""
+    """Weak scaling, strong scaling and attention heads: planned, and measured on two ranks of
+    this machine.
+    """
     one = SCALED["1.2 B"][0]
     weak = {
         f"{name}, MP {tensor}{beside}": share(file, tensor, data, heads)
         for data, beside in ((1, ""), (64, " × DP 64"))
         for name, (file, tensor, heads, _) in SCALED.items()
     }
-    strong = {f"{tensor} devices": published.B1_2.time.total / scaled(one, tensor).time.total for tensor in (2, 4, 8)}
+    strong = {
+        f"{tensor} devices": published.B1_2.time.total / scaled(one, tensor).time.total
+        for tensor in (2, 4, 8)
+    }
     by_heads = {f"{heads} heads": share(B8_3, 8, 1, heads) for heads in (16, 24, 32)}
     alone = published.B1_2.speed / 1e12
-    tables: dict[str, Table] = {"in small: 1 and 2 ranks of this machine": scaled_in_small()} if measured else {}
+    tables: dict[str, Table] = (
+        {"in small: 1 and 2 ranks of this machine": scaled_in_small()} if measured else {}
+    )
     tables |= {
-        "1.2 B on one V100 (section 5.1)": [Row("the model's FLOPs", "TFLOP/s", None, alone, None, ALONE_TFLOPS)],
-        "weak scaling (figure 5): FLOP/s of a device": rows("%", {"planned": weak, "published": WEAK}),
-        "strong scaling of 1.2 B, the same batch (appendix D)": rows("×", {"planned": strong, "published": SPEED_UP}),
-        "heads of 8.3 B, MP 8 (appendix D): FLOP/s of a device": rows("%", {"planned": by_heads, "published": HEADS}),
+        "1.2 B on one V100 (section 5.1)": [
+            Row("the model's FLOPs", "TFLOP/s", None, alone, None, ALONE_TFLOPS)
+        ],
+        "weak scaling (figure 5): FLOP/s of a device": rows(
+            "%", {"planned": weak, "published": WEAK}
+        ),
+        "strong scaling of 1.2 B, the same batch (appendix D)": rows(
+            "×", {"planned": strong, "published": SPEED_UP}
+        ),
+        "heads of 8.3 B, MP 8 (appendix D): FLOP/s of a device": rows(
+            "%", {"planned": by_heads, "published": HEADS}
+        ),
     }
     notes = (
-        "100 %: the 1.2 B model on one V100, in small the smaller model on one rank. Planned with the paper's machine",
-        "and what its program does otherwise (docs/planning.md). In small the plan knows little of a CPU's rates.",
+        "100 %: the 1.2 B model on one V100, in small the smaller model on one rank. Planned with "
+        "the paper's machine",
+        "and what its program does otherwise (docs/planning.md). In small the plan knows little of "
+        "a CPU's rates.",
     )
     return Reproduction("Scaling (figure 5, appendix D)", tables, notes=notes)
 
@@ -124,7 +165,9 @@ class Step(NamedTuple):
 
 
 def scaled_in_small() -> list[Row]:
-    """Compare a model on one rank with one of twice the size and with itself on two ranks, and numbers of heads."""
+    """Compare a model on one rank with one of twice the size and with itself on two ranks, and
+    numbers of heads.
+    """
     device = named_device("cpu", 2)
 
     def both(ranks: int, *changes: str) -> Step:
@@ -133,15 +176,22 @@ def scaled_in_small() -> list[Row]:
         planned = plan(config, device)
         return Step(seconds, planned.time.total, planned.model_flops / ranks)
 
-    alone, wide, split = both(1, ALONE), both(2, TWICE), both(2, ALONE)
+    alone = both(1, ALONE)
+    wide = both(2, TWICE)
+    split = both(2, ALONE)
     heads = {number: both(2, TWICE, f"zero_tp.model.n_head={number}") for number in (4, 8, 16)}
 
     def row(label: str, unit: str, slow: Step, fast: Step, share: float) -> Row:
         """Return `share` times the ratio of two steps' seconds."""
-        return Row(label, unit, share * slow.seconds / fast.seconds, share * slow.planned / fast.planned)
+        return Row(
+            label, unit, share * slow.seconds / fast.seconds, share * slow.planned / fast.planned
+        )
 
     return [
         row("weak: twice the model, TP 2", "%", alone, wide, 100 * wide.flops / alone.flops),
         row("strong: the same model, TP 2", "×", alone, split, 1),
-        *(row(f"{n} heads, TP 2: speed of 4 heads", "%", heads[4], each, 100) for n, each in heads.items()),
+        *(
+            row(f"{n} heads, TP 2: speed of 4 heads", "%", heads[4], each, 100)
+            for n, each in heads.items()
+        ),
     ]

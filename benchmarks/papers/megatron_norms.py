@@ -20,11 +20,16 @@ from zero_tp.tools.planning.memory import run_model_size
 
 ORDERS = {"original": "bert", "rearranged": "megatron-bert"}
 """Post-norm and pre-norm."""
-DEPTHS, HIDDEN, STEPS = (4, 12, 24), 64, 800
+DEPTHS = (4, 12, 24)
+HIDDEN = 64
+STEPS = 800
 LARGE = shipped_path(CONFIGS) / "bert_336m.json"
 INITIAL = 0.08
-"""Scaled from BERT-large's 0.02 at hidden size 1,024: at 0.02 a layer of 64 changes its input too little."""
-VOCABULARY, BATCH = 2048, 48
+"""Scaled from BERT-large's 0.02 at hidden size 1,024: at 0.02 a layer of 64 changes its input
+too little.
+"""
+VOCABULARY = 2048
+BATCH = 48
 SMOOTHED = 20
 """Steps of the moving mean in the picture."""
 
@@ -47,25 +52,39 @@ def norm_order(*, measured: bool) -> Reproduction:
                 learning.setdefault(f"{order} ({ORDERS[order]})", {})[f"{depth} layers"] = lines
         rows["in small, all else alike"] = small
     rows["parameters of BERT-large in both orders"] = [
-        Row(order, "M", None, run_model_size(config).num_parameters / 1e6, None, 336) for order, config in large.items()
+        Row(order, "M", None, run_model_size(config).num_parameters / 1e6, None, 336)
+        for order, config in large.items()
     ]
     notes = (
-        f"In small: hidden {HIDDEN}, {STEPS} steps of {BATCH} rows of 16 tokens, no dropout, one seed. The paper finds",
-        "that models beyond BERT-large train stably in the rearranged order alone; its curves have no numbers.",
+        f"In small: hidden {HIDDEN}, {STEPS} steps of {BATCH} rows of 16 tokens, no dropout, one "
+        "seed. The paper finds",
+        "that models beyond BERT-large train stably in the rearranged order alone; its curves have "
+        "no numbers.",
     )
-    return Reproduction("BERT's order of layer norms (figure 7)", rows, losses(learning, "masked token"), notes)
+    return Reproduction(
+        "BERT's order of layer norms (figure 7)", rows, losses(learning, "masked token"), notes
+    )
 
 
 def corpus_in(folder: Path) -> tuple[Path, float]:
-    """Prepare the shipped corpus; return its path, and the validation loss of word frequencies alone."""
+    """Prepare the shipped corpus; return its path, and the validation loss of word frequencies
+    alone.
+    """
     settings = PrepareSettings(f"wordpiece:{VOCABULARY}", sentences="en")
-    corpus = prepare([shipped_path("launch") / "corpus" / "sotu.jsonl.gz"], folder / "corpus", settings, progress=False)
+    corpus = prepare(
+        [shipped_path("launch") / "corpus" / "sotu.jsonl.gz"],
+        folder / "corpus",
+        settings,
+        progress=False,
+    )
     report = json.loads((corpus.output / "report.json").read_text())
     return corpus.output, report["unigram"]["validation_cross_entropy"]
 
 
 def learnt(order: str, depth: int, corpus: Path, directory: Path) -> tuple[list[Row], list[float]]:
-    """Train a BERT on two ranks; return rows of its validation metrics, and the moving mean of its losses."""
+    """Train a BERT on two ranks; return rows of its validation metrics, and the moving mean of
+    its losses.
+    """
     model = {
         "model_type": ORDERS[order],
         "num_hidden_layers": depth,
@@ -90,5 +109,13 @@ def learnt(order: str, depth: int, corpus: Path, directory: Path) -> tuple[list[
     last = metrics_of(directory)[-1]
     return [
         Row(f"{depth} layers, {order}: held-out loss", "nats", last["validation_loss"]),
-        Row(f"{depth} layers, {order}: masked tokens", "% right", 100 * last["validation_masked_accuracy"]),
-    ], [sum(window) / len(window) for at in range(len(each)) if (window := each[max(0, at - SMOOTHED) : at + 1])]
+        Row(
+            f"{depth} layers, {order}: masked tokens",
+            "% right",
+            100 * last["validation_masked_accuracy"],
+        ),
+    ], [
+        sum(window) / len(window)
+        for at in range(len(each))
+        if (window := each[max(0, at - SMOOTHED) : at + 1])
+    ]

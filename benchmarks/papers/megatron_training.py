@@ -1,4 +1,6 @@
-"""What GPT-2s of three sizes learn, and one of them on TP 1, 2 and 4 (arXiv 1909.08053, section 5.2)."""
+"""What GPT-2s of three sizes learn, and one of them on TP 1, 2 and 4 (arXiv 1909.08053, section
+5.2).
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,15 @@ from zero_tp.tools.planning.memory import run_model_size
 ZERO_SHOT = {"355 M": (19.31, 45.18), "2.5 B": (12.76, 61.73), "8.3 B": (10.81, 66.51)}
 TASKS = {"WikiText-103": "perplexity", "LAMBADA": "% right"}
 """What is published of each (section 5.2)."""
-LARGE, BILLIONS = "papers/gpt2_1.2b.json", 1.213
+LARGE = "papers/gpt2_1.2b.json"
+BILLIONS = 1.213
 """A model of the scaling study, and its parameters (table 1)."""
 SIZES = {"small": (2, 48, 4), "medium": (3, 96, 4), "large": (4, 192, 4)}
 """Layers, hidden, heads."""
-VOCABULARY, LENGTH, BATCH, STEPS = 2048, 128, 8, 200
+VOCABULARY = 2048
+LENGTH = 128
+BATCH = 8
+STEPS = 200
 CHARACTERS = 20_000
 """Of each speech."""
 HELD_OUT = 20
@@ -51,25 +57,42 @@ class Texts:
 
 def texts_in(folder: Path) -> Texts:
     """Prepare the shipped speeches."""
-    speeches = [text[:CHARACTERS] for text in read_documents(shipped_path("launch") / "corpus" / "sotu.jsonl.gz")]
+    speeches = [
+        text[:CHARACTERS]
+        for text in read_documents(shipped_path("launch") / "corpus" / "sotu.jsonl.gz")
+    ]
     held_out = speeches[::HELD_OUT]
-    source, text, passages = folder / "speeches.jsonl", folder / "held_out.txt", folder / "passages.txt"
+    source = folder / "speeches.jsonl"
+    text = folder / "held_out.txt"
+    passages = folder / "passages.txt"
     others = (each for number, each in enumerate(speeches) if number % HELD_OUT)
     source.write_text("".join(json.dumps({"text": each}) + "\n" for each in others))
     text.write_text("\n".join(each[: CHARACTERS // 5] for each in held_out))
     sentences = (" ".join(part.split()) for each in held_out for part in each.split("."))
-    passages.write_text("\n".join(part for part in sentences if len(part.split()) in PASSAGE) + "\n")
-    corpus = prepare([source], folder / "corpus", PrepareSettings(f"bpe:{VOCABULARY}"), progress=False).output
+    passages.write_text(
+        "\n".join(part for part in sentences if len(part.split()) in PASSAGE) + "\n"
+    )
+    corpus = prepare(
+        [source], folder / "corpus", PrepareSettings(f"bpe:{VOCABULARY}"), progress=False
+    ).output
     return Texts(corpus, text, passages)
 
 
 def changes(size: str, texts: Texts, tensor: int, **model: Any) -> list[str]:
     """Return the changes to ds_configs/quickstart.json, whose models have no dropout."""
     layers, hidden, heads = SIZES[size]
-    shape = {"model_type": "gpt2", "n_layer": layers, "n_embd": hidden, "n_head": heads, "n_positions": LENGTH}
+    shape = {
+        "model_type": "gpt2",
+        "n_layer": layers,
+        "n_embd": hidden,
+        "n_head": heads,
+        "n_positions": LENGTH,
+    }
     none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return [
-        *changes_of(model or {**shape, **none, "vocab_size": VOCABULARY}, texts.corpus, STEPS, STEPS // 10),
+        *changes_of(
+            model or {**shape, **none, "vocab_size": VOCABULARY}, texts.corpus, STEPS, STEPS // 10
+        ),
         f"zero_tp.data.sequence_length={LENGTH}",
         f"zero_tp.parallel.tensor={tensor}",
         f"train_micro_batch_size_per_gpu={BATCH}",
@@ -81,7 +104,7 @@ def changes(size: str, texts: Texts, tensor: int, **model: Any) -> list[str]:
 QUICKSTART = shipped_path(CONFIGS) / "quickstart.json"
 
 
-# ---- what larger models learn ----------------------------------------------------------------------------------------
+# ---- what larger models learn --------------------------------------------------------------------
 
 
 def learning(*, measured: bool) -> Reproduction:
@@ -103,9 +126,12 @@ def learning(*, measured: bool) -> Reproduction:
         for (task, unit), figure in zip(TASKS.items(), figures, strict=True)
     ]
     notes = (
-        "Measured as the paper measures: perplexity by original tokens (T_o), and the last word of passages; both of",
-        "held-out speeches of the shipped corpus. After a millionth of the paper's tokens the last words are chance. A",
-        "single step's jump is the learning rate's, at its highest; transformers in one process has it too.",
+        "Measured as the paper measures: perplexity by original tokens (T_o), and the last word of "
+        "passages; both of",
+        "held-out speeches of the shipped corpus. After a millionth of the paper's tokens the last "
+        "words are chance. A",
+        "single step's jump is the learning rate's, at its highest; transformers in one process "
+        "has it too.",
     )
     draw = pictures.losses({"Training loss by size": losses}, "token")
     return Reproduction("What larger models learn (section 5.3)", tables, draw, notes)
@@ -117,7 +143,10 @@ def learnt(size: str, texts: Texts, directory: Path) -> tuple[list[Row], list[fl
     _, lines = trained(QUICKSTART, overrides, 2, directory)
     data = {"wikitext103": texts.text, "lambada": texts.passages}
     tasks = evaluate(directory, list(data), data, EvaluationSettings())["tasks"]
-    name = f"{run_model_size(RunConfig.load(QUICKSTART, overrides, 2)).num_parameters / 1e6:.2f} M parameters"
+    name = (
+        f"{run_model_size(RunConfig.load(QUICKSTART, overrides, 2)).num_parameters / 1e6:.2f} M "
+        "parameters"
+    )
     losses = [line["loss"] for line in lines]
     return [
         Row(f"{name}, loss of the last 20 steps", "nats", sum(losses[-20:]) / 20),
@@ -126,7 +155,7 @@ def learnt(size: str, texts: Texts, directory: Path) -> tuple[list[Row], list[fl
     ], losses
 
 
-# ---- the same model on any TP ----------------------------------------------------------------------------------------
+# ---- the same model on any TP --------------------------------------------------------------------
 
 
 def same_model(*, measured: bool) -> Reproduction:
@@ -143,17 +172,28 @@ def same_model(*, measured: bool) -> Reproduction:
             if each is not plain
         ]
     tables["parameters of all TP ranks of 1.2 B together"] = [
-        Row(f"TP {tensor}", "B", None, published.scaled(LARGE, tensor).model.num_parameters / 1e9, None, BILLIONS)
+        Row(
+            f"TP {tensor}",
+            "B",
+            None,
+            published.scaled(LARGE, tensor).model.num_parameters / 1e9,
+            None,
+            BILLIONS,
+        )
         for tensor in (1, 2, 4, 8)
     ]
-    notes = ("No dropout, fp32. All begin with the weights that transformers draws and see the same rows.",)
+    notes = (
+        "No dropout, fp32. All begin with the weights that transformers draws and see the same "
+        "rows.",
+    )
     draw = pictures.losses({"Training loss": losses}, "token")
     return Reproduction("The same model on TP 1, 2 and 4", tables, draw, notes)
 
 
 def losses_by_tensor(folder: Path) -> dict[str, Sequence[float]]:
     """Train the same weights on TP 1, 2 and 4, and by transformers; return each one's losses."""
-    texts, model = texts_in(folder), folder / "model"
+    texts = texts_in(folder)
+    model = folder / "model"
     alone = RunConfig.load(QUICKSTART, changes("medium", texts, 1), 1)
     torch.manual_seed(alone.zero_tp.training.seed)
     AutoModelForCausalLM.from_config(alone.hf_config(), dtype=torch.float32).save_pretrained(model)
@@ -162,5 +202,7 @@ def losses_by_tensor(folder: Path) -> dict[str, Sequence[float]]:
         overrides = changes("medium", texts, tensor, from_pretrained=str(model))
         _, lines = trained(QUICKSTART, overrides, tensor, folder / f"tp{tensor}")
         losses[f"TP {tensor}"] = [line["loss"] for line in lines]
-    losses["transformers, one process"] = plainly_trained(alone, model, [line["learning_rate"] for line in lines])
+    losses["transformers, one process"] = plainly_trained(
+        alone, model, [line["learning_rate"] for line in lines]
+    )
     return losses

@@ -1,4 +1,6 @@
-"""Where training memory goes: over the time of a step, by length and batch, by dtype, by recomputation."""
+"""Where training memory goes: over the time of a step, by length and batch, by dtype, by
+recomputation.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +61,17 @@ MOMENTS: dict[str, Callable[[Sequence[Point]], float]] = {
     "gradients after backward": lambda points: states(points)["gradients"],
     "activations at their most": most_activations,
     "peak of forward and backward": lambda points: peak(before_update(points)).total,
-    "peak of the update": lambda points: peak([point for point in points if point.phase == "step"]).total,
+    "peak of the update": lambda points: (
+        peak([point for point in points if point.phase == "step"]).total
+    ),
 }
 MOST = {"activations at their most": most_activations, "peak": lambda points: peak(points).total}
 
 
 def taken(
-    figures: Mapping[str, Callable[[Sequence[Point]], float]], of: str, steps: Mapping[str, Sequence[Point]]
+    figures: Mapping[str, Callable[[Sequence[Point]], float]],
+    of: str,
+    steps: Mapping[str, Sequence[Point]],
 ) -> list[Row]:
     """Return a row for each figure, computed from each column's step."""
     columns = {
@@ -75,7 +81,7 @@ def taken(
     return rows("MiB", columns, MIB)
 
 
-# ---- over time -------------------------------------------------------------------------------------------------------
+# ---- over time -----------------------------------------------------------------------------------
 
 
 def over_time(*, measured: bool) -> Reproduction:
@@ -88,19 +94,27 @@ def over_time(*, measured: bool) -> Reproduction:
         tables[heading] = [
             row
             for number, name in enumerate(found["planned"])
-            for row in taken(MOMENTS, name, {column: list(steps.values())[number] for column, steps in found.items()})
+            for row in taken(
+                MOMENTS,
+                name,
+                {column: list(steps.values())[number] for column, steps in found.items()},
+            )
         ]
         for column, steps in found.items():
             file = f"{case.model.key}_{column}" if case.small else case.model.key
             shown[file] = f"{heading}, {column}", steps
     notes = (
-        "The optimizer makes its moments in the first update: until then a new run has its masters alone. A later",
-        "update peaks before, where gradients are there as they were made, flat and in fp32 beside the moments.",
+        "The optimizer makes its moments in the first update: until then a new run has its masters "
+        "alone. A later",
+        "update peaks before, where gradients are there as they were made, flat and in fp32 beside "
+        "the moments.",
     )
 
     def draw() -> dict[str, Any]:
         return {
-            f"{name}_{step.replace(' ', '_')}": memory_over_time({f"{title}, {step}": (points, None)})
+            f"{name}_{step.replace(' ', '_')}": memory_over_time(
+                {f"{title}, {step}": (points, None)}
+            )
             for name, (title, steps) in shown.items()
             for step, points in steps.items()
         }
@@ -108,9 +122,10 @@ def over_time(*, measured: bool) -> Reproduction:
     return Reproduction("Memory over time, by category", tables, draw, notes)
 
 
-# ---- by length and batch ---------------------------------------------------------------------------------------------
+# ---- by length and batch -------------------------------------------------------------------------
 
-LENGTHS, BATCHES = (128, 256, 512, 1024), (1, 2, 4, 8)
+LENGTHS = (128, 256, 512, 1024)
+BATCHES = (1, 2, 4, 8)
 LONG = (1024, 2048, 4096, 6144, 8192)
 
 
@@ -127,23 +142,35 @@ def by_length(*, measured: bool) -> Reproduction:
         long = activation_rows(case, changes, {f"s {s}, b 1": (s, 1) for s in LONG})
         tables[f"{case.heading}, {core}"] = [*long, crossing(case, changes)]
     notes = (
-        "The eager core keeps as²b scores a layer; a fused one makes them again, and the rest grows as sb. Counted is",
-        "all that exists after forward for backward. The formula has the logits whole, which our loss never keeps, and",
-        "of a gated MLP one tensor more than ours. The study puts the length from which activations outgrow the model",
+        "The eager core keeps as²b scores a layer; a fused one makes them again, and the rest "
+        "grows as sb. Counted is",
+        "all that exists after forward for backward. The formula has the logits whole, which our "
+        "loss never keeps, and",
+        "of a gated MLP one tensor more than ours. The study puts the length from which "
+        "activations outgrow the model",
         "states at about 4,000 tokens; it depends on the model, the batch and ZeRO.",
     )
     title = "Activations by sequence length and batch"
     return Reproduction(
-        title, tables, lambda: {"": pictures.by_length("Activations against sequence length", tables)}, notes
+        title,
+        tables,
+        lambda: {"": pictures.by_length("Activations against sequence length", tables)},
+        notes,
     )
 
 
-def activation_rows(case: Case, changes: Sequence[str], shapes: Mapping[str, tuple[int, int]]) -> list[Row]:
-    """Return the activations after forward at each (s, b): measured in this process, by dry run and by formula."""
+def activation_rows(
+    case: Case, changes: Sequence[str], shapes: Mapping[str, tuple[int, int]]
+) -> list[Row]:
+    """Return the activations after forward at each (s, b): measured in this process, by dry run
+    and by formula.
+    """
     runs = {label: case.config(*changes, *case.model.at(*shape)) for label, shape in shapes.items()}
     columns: Columns = {
         "measured": {label: kept_by_model(config) for label, config in runs.items() if case.small},
-        "planned": {label: left_by_forward(config, cpu=case.small) for label, config in runs.items()},
+        "planned": {
+            label: left_by_forward(config, cpu=case.small) for label, config in runs.items()
+        },
         "formula": {label: kept_by_formula(config) for label, config in runs.items()},
     }
     return rows("MiB", columns, MIB)
@@ -170,7 +197,7 @@ def crossing(case: Case, changes: Sequence[str]) -> Row:
     raise AssertionError("no length is long enough")
 
 
-# ---- by dtype --------------------------------------------------------------------------------------------------------
+# ---- by dtype ------------------------------------------------------------------------------------
 
 
 def by_dtype(*, measured: bool) -> Reproduction:
@@ -181,7 +208,8 @@ def by_dtype(*, measured: bool) -> Reproduction:
         if case.small or case.model is GPT2
     }
     notes = (
-        "fp32: 4 + 4 + 8. 16 bits: 2 + 2 + 4 of masters + 8 of moments; 4 more where gradients are added up in fp32,",
+        "fp32: 4 + 4 + 8. 16 bits: 2 + 2 + 4 of masters + 8 of moments; 4 more where gradients are "
+        "added up in fp32,",
         "which are a buffer of DeepSpeed's.",
     )
     return Reproduction("Model states by dtype, AdamW", tables, notes=notes)
@@ -199,7 +227,7 @@ def dtype_rows(case: Case, name: str) -> list[Row]:
     return [row for row in rows("bytes a parameter", columns) if row.planned]
 
 
-# ---- by recomputation ------------------------------------------------------------------------------------------------
+# ---- by recomputation ----------------------------------------------------------------------------
 
 
 def by_recomputation(*, measured: bool) -> Reproduction:
@@ -208,10 +236,18 @@ def by_recomputation(*, measured: bool) -> Reproduction:
     stacks: dict[str, dict[str, Mapping[str, float]]] = {}
     for case in cases(measured):
         by_mode = {mode: case.later(f"zero_tp.recompute={mode}") for mode in RECOMPUTED}
-        heading, drawn = f"{case.heading}, {case.model.core}", "measured" if case.small else "planned"
-        tables[heading] = [row for mode, points in by_mode.items() for row in taken(MOST, mode, points)]
-        stacks[f"{heading}, {drawn}"] = {mode: peak(points[drawn]).bytes for mode, points in by_mode.items()}
-    notes = ("Selective recomputation takes what an eager core keeps; a fused core keeps next to nothing by itself.",)
+        heading = f"{case.heading}, {case.model.core}"
+        drawn = "measured" if case.small else "planned"
+        tables[heading] = [
+            row for mode, points in by_mode.items() for row in taken(MOST, mode, points)
+        ]
+        stacks[f"{heading}, {drawn}"] = {
+            mode: peak(points[drawn]).bytes for mode, points in by_mode.items()
+        }
+    notes = (
+        "Selective recomputation takes what an eager core keeps; a fused core keeps next to "
+        "nothing by itself.",
+    )
 
     def draw() -> dict[str, Any]:
         return {

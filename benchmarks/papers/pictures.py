@@ -13,7 +13,12 @@ from zero_tp.tools.planning.pictures import COLOURS as KINDS
 from zero_tp.tools.planning.plan_report import TITLES
 
 # Paul Tol's "bright" scheme, which colour-blind people can tell apart.
-COLOURS = {"measured": "#4477AA", "planned": "#EE6677", "formula": "#CCBB44", "published": "#BBBBBB"}
+COLOURS = {
+    "measured": "#4477AA",
+    "planned": "#EE6677",
+    "formula": "#CCBB44",
+    "published": "#BBBBBB",
+}
 SERIES = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377", "#66CCEE")
 
 LINES = ("#BBBBBB", "#66CCEE", "#EE6677", "#222222")
@@ -49,7 +54,9 @@ def memory_bars(title: str, stacks: Mapping[str, Mapping[str, float]], limit: fl
         if all(stack.get(name, 0.0) <= 0.002 * largest for stack in stacks.values()):
             continue
         sizes = [stack.get(name, 0.0) / GIB for stack in stacks.values()]
-        axes.barh(list(stacks), sizes, left=left, color=KINDS[name], label=TITLES[name], height=0.62)
+        axes.barh(
+            list(stacks), sizes, left=left, color=KINDS[name], label=TITLES[name], height=0.62
+        )
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     for number, total in enumerate(left):
         axes.text(total, number, f" {total:.3g}", va="center", fontsize=9)
@@ -58,7 +65,10 @@ def memory_bars(title: str, stacks: Mapping[str, Mapping[str, float]], limit: fl
         axes.axvline(line, color="#222222", linestyle="--", linewidth=1.2)
     axes.set_xlim(0, 1.12 * max(*left, line))
     axes.invert_yaxis()
-    axes.set_xlabel("GiB on one device" if limit is None else f"GiB on one device, which has {limit:g}", fontsize=9)
+    axes.set_xlabel(
+        "GiB on one device" if limit is None else f"GiB on one device, which has {limit:g}",
+        fontsize=9,
+    )
     legend(axes, reverse=True)
     return figure
 
@@ -76,10 +86,18 @@ def columns(title: str, tables: Mapping[str, Table], label: str) -> Any:
             for row in rows
             if row.label == name
         }
-        axes.bar(list(values), list(values.values()), width=0.95 * width, color=SERIES[number], label=name)
+        axes.bar(
+            list(values),
+            list(values.values()),
+            width=0.95 * width,
+            color=SERIES[number],
+            label=name,
+        )
         for at, value in values.items():
             axes.text(at, value, f"{value:.3g}", ha="center", va="bottom", fontsize=7)
-    axes.set_xticks(range(len(tables)), [heading.split(":")[0].replace(", ", "\n") for heading in tables])
+    axes.set_xticks(
+        range(len(tables)), [heading.split(":")[0].replace(", ", "\n") for heading in tables]
+    )
     axes.tick_params(axis="x", length=0)
     axes.set_ylabel(label, fontsize=9)
     legend(axes)
@@ -87,15 +105,23 @@ def columns(title: str, tables: Mapping[str, Table], label: str) -> Any:
 
 
 def by_length(title: str, tables: Mapping[str, Table]) -> Any:
-    """Draw the rows "s …, b 1" over s, one pair of axes for each table; measured values are points."""
+    """Draw the rows "s …, b 1" over s, one pair of axes for each table; measured values are
+    points.
+    """
     figure = new_figure(8.4, 2.9 * -(-len(tables) // 2))
     every = figure.subplots(-(-len(tables) // 2), 2, squeeze=False).flatten()
     figure.suptitle(title, fontsize=11, fontweight="bold", x=0.01, ha="left")
     for axes, (heading, rows) in zip(every, tables.items(), strict=False):
         style_axes(axes, "").set_title(heading, loc="left", fontsize=9)
-        lengths = {int(row.label.split()[1].rstrip(",")): row for row in rows if row.label.endswith(", b 1")}
+        lengths = {
+            int(row.label.split()[1].rstrip(",")): row
+            for row in rows
+            if row.label.endswith(", b 1")
+        }
         for name, style in {"formula": ":", "planned": "-", "measured": "o"}.items():
-            drawn = {length: row.figures[name] for length, row in lengths.items() if name in row.figures}
+            drawn = {
+                length: row.figures[name] for length, row in lengths.items() if name in row.figures
+            }
             if drawn:
                 axes.plot(list(drawn), list(drawn.values()), style, color=COLOURS[name], label=name)
         axes.set(xlim=(0, None), ylim=(0, None))
@@ -107,8 +133,12 @@ def by_length(title: str, tables: Mapping[str, Table]) -> Any:
     return figure
 
 
-def kept_micro_batches(title: str, curves: Mapping[str, Sequence[tuple[float, float]]], memory: float) -> Any:
-    """Draw memory and time by the number of micro-batches that keep everything: (GiB, seconds) of 0, 1, …"""
+def kept_micro_batches(
+    title: str, curves: Mapping[str, Sequence[tuple[float, float]]], memory: float
+) -> Any:
+    """Draw memory and time by the number of micro-batches that keep everything: (GiB, seconds)
+    of 0, 1, …
+    """
     figure = new_figure(8.4, 3.4)
     left, right = figure.subplots(1, 2)
     style_axes(left, title), style_axes(right, "")
@@ -116,7 +146,9 @@ def kept_micro_batches(title: str, curves: Mapping[str, Sequence[tuple[float, fl
         share = [100 * number / (len(points) - 1) for number in range(len(points))]
         sizes, seconds = zip(*points, strict=True)
         left.plot(share, sizes, ".-", color=colour, label=name)
-        right.plot(share, [100 * (one / seconds[0] - 1) for one in seconds], ".-", color=colour, label=name)
+        right.plot(
+            share, [100 * (one / seconds[0] - 1) for one in seconds], ".-", color=colour, label=name
+        )
     left.axhline(memory, color="#222222", linestyle="--", linewidth=1.2)
     left.text(0, memory, f"device: {memory:g} GiB", fontsize=8, va="bottom")
     left.set_ylabel("GiB on the first stage's device", fontsize=9)
@@ -129,7 +161,9 @@ def kept_micro_batches(title: str, curves: Mapping[str, Sequence[tuple[float, fl
 
 
 def _panel(axes: Any, rows: Table) -> None:
-    middles, named, at = [], set[str](), 0.0
+    middles = []
+    named = set[str]()
+    at = 0.0
     for row in rows:
         middles.append(at + (len(row.figures) - 1) / 2)
         for name, value in row.figures.items():
@@ -147,7 +181,9 @@ def _panel(axes: Any, rows: Table) -> None:
 
 
 def stacked(groups: Mapping[str, tuple[str, Mapping[str, Mapping[str, float]]]]) -> dict[str, Any]:
-    """Draw stacked bars of bytes by category, with axes for each heading → (unit, stacks) (ZeRO's figure 1)."""
+    """Draw stacked bars of bytes by category, with axes for each heading → (unit, stacks)
+    (ZeRO's figure 1).
+    """
     heights = [len(stacks) + 1.2 for _, stacks in groups.values()]
     figure = new_figure(8.4, 0.32 * sum(heights))
     every = figure.subplots(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
@@ -156,7 +192,14 @@ def stacked(groups: Mapping[str, tuple[str, Mapping[str, Mapping[str, float]]]])
         ends = dict.fromkeys(stacks, 0.0)
         for kind in next(iter(stacks.values())):
             sizes = [stack[kind] for stack in stacks.values()]
-            axes.barh(list(stacks), sizes, left=list(ends.values()), color=KINDS[kind], label=TITLES[kind], height=0.7)
+            axes.barh(
+                list(stacks),
+                sizes,
+                left=list(ends.values()),
+                color=KINDS[kind],
+                label=TITLES[kind],
+                height=0.7,
+            )
             ends = {name: end + size for (name, end), size in zip(ends.items(), sizes, strict=True)}
         for number, end in enumerate(ends.values()):
             axes.text(end, number, f" {end:,.4g} {unit}", va="center", fontsize=8)
@@ -166,8 +209,11 @@ def stacked(groups: Mapping[str, tuple[str, Mapping[str, Mapping[str, float]]]])
     return {"": figure}
 
 
-def losses(panels: Mapping[str, Mapping[str, Sequence[float]]], of: str) -> Callable[[], dict[str, Any]] | None:
-    """Return a function that draws losses by step, with axes for each panel, or None if there are no losses.
+def losses(
+    panels: Mapping[str, Mapping[str, Sequence[float]]], of: str
+) -> Callable[[], dict[str, Any]] | None:
+    """Return a function that draws losses by step, with axes for each panel, or None if there are
+    no losses.
 
     Later lines are thinner, so that equal ones show.
     """
@@ -182,7 +228,9 @@ def losses(panels: Mapping[str, Mapping[str, Sequence[float]]], of: str) -> Call
             for number, (name, values) in enumerate(lines.items()):
                 width = 1.2 + 1.6 * (len(lines) - 1 - number)
                 colour = LINES[number % len(LINES)]
-                axes.plot(range(1, len(values) + 1), values, color=colour, linewidth=width, label=name)
+                axes.plot(
+                    range(1, len(values) + 1), values, color=colour, linewidth=width, label=name
+                )
             axes.set_xlabel("step", fontsize=9)
             axes.set_ylabel(f"nats a {of}", fontsize=9)
             axes.legend(fontsize=8, frameon=False)

@@ -1,6 +1,8 @@
-"""Pipelines of the papers: memory of a device of the first stage, and the time that stages add to a step.
+"""Pipelines of the papers: memory of a device of the first stage, and the time that stages add to a
+step.
 
-Runs of this library have no pipeline. Letters: p stages, m interleaved stages of each device, L layers.
+Runs of this library have no pipeline. Letters: p stages, m interleaved stages of each device, L
+layers.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from zero_tp.tools.planning.timing import StepTime, StepTimeEstimator
 
 
 def activation_factor(p: int, m: int = 1) -> float:
-    """Return the layers of activations on the first stage over L: 1, interleaved 1 + (p-1)/(pm) (2205.05198, 4.2.3).
+    """Return the layers of activations on the first stage over L: 1, interleaved 1 + (p-1)/(pm)
+    (2205.05198, 4.2.3).
 
     The first stage holds p micro-batches of its L/p layers, so L layers in all.
     """
@@ -21,12 +24,16 @@ def activation_factor(p: int, m: int = 1) -> float:
 
 
 def bubble_share(p: int, micro_batches: int, m: int = 1) -> float:
-    """Return idle time over working time: (p-1)/(m·micro-batches) (arXiv 2104.04473, section 2.2)."""
+    """Return idle time over working time: (p-1)/(m·micro-batches) (arXiv 2104.04473, section
+    2.2).
+    """
     return (p - 1) / (m * micro_batches)
 
 
 def embedding_bytes(layer: Layer, p: int) -> float:
-    """Return sbhp/t: the masks of the embedding's dropout of p micro-batches in flight (2205.05198, section 4.3)."""
+    """Return sbhp/t: the masks of the embedding's dropout of p micro-batches in flight
+    (2205.05198, section 4.3).
+    """
     return layer.residual * p
 
 
@@ -46,20 +53,29 @@ class StageView(PaperMemory):
         return self.model.num_parameters / (self.workload.tensor * self.pipeline)
 
     def all_layers_bytes(self) -> float:
-        """Return the layers' activations of p micro-batches in flight, some of which may keep everything."""
-        layers, policy = self.model.spec.layers, self.workload.policy
+        """Return the layers' activations of p micro-batches in flight, some of which may keep
+        everything.
+        """
+        layers = self.model.spec.layers
+        policy = self.workload.policy
         recomputed = len(policy.recomputed_layers(layers))
         everything = layers * self.layer_bytes(recomputes=False)
         less = recomputed * self.layer_bytes(recomputes=True)
         less += (layers - recomputed) * self.layer_bytes(recomputes=False)
         share = min(policy.keep_micro_batches, self.pipeline) / self.pipeline
-        return (share * everything + (1 - share) * less) * activation_factor(self.pipeline, self.interleaving)
+        return (share * everything + (1 - share) * less) * activation_factor(
+            self.pipeline, self.interleaving
+        )
 
     def outside_bytes(self) -> float:
         """Return the activations outside the layers; the output layer is on the last stage."""
         if self.pipeline == 1:
             return super().outside_bytes()
-        return embedding_bytes(self.layer, self.pipeline) if self.model.spec.dropouts.embedding else 0.0
+        return (
+            embedding_bytes(self.layer, self.pipeline)
+            if self.model.spec.dropouts.embedding
+            else 0.0
+        )
 
 
 @dataclass(frozen=True)
@@ -75,7 +91,11 @@ class PipelineTime(StepTime):
     bubble: float
 
     def terms(self) -> dict[str, float]:
-        return {**super().terms(), "pipeline transfers": self.stages, "pipeline bubble": self.bubble}
+        return {
+            **super().terms(),
+            "pipeline transfers": self.stages,
+            "pipeline bubble": self.bubble,
+        }
 
 
 def pipeline_time(whole: StepTimeEstimator, p: int, m: int = 1) -> PipelineTime:
@@ -89,7 +109,8 @@ def pipeline_time(whole: StepTimeEstimator, p: int, m: int = 1) -> PipelineTime:
     layers, rest = divmod(whole.spec.layers, p)
     assert rest == 0, "each stage has as many layers"
     stage = replace(whole, spec=replace(whole.spec, layers=layers), parameters=whole.parameters / p)
-    time, micro = stage.estimate(), whole.zero.accumulation
+    time = stage.estimate()
+    micro = whole.zero.accumulation
     transfers = micro * transfer_time(whole, p, m)
     computing = time.products + time.recompute + time.elementwise + time.tp_communication
     working = computing - micro * stage.head_time().total + transfers
@@ -97,12 +118,19 @@ def pipeline_time(whole: StepTimeEstimator, p: int, m: int = 1) -> PipelineTime:
 
 
 def transfer_time(whole: StepTimeEstimator, p: int, m: int) -> float:
-    """Return the seconds in which one micro-batch's activations and gradients move between stages."""
+    """Return the seconds in which one micro-batch's activations and gradients move between
+    stages.
+    """
     if p == 1:
         return 0.0
-    workload, device = whole.workload, whole.device
+    workload = whole.workload
+    device = whole.device
     near = workload.tensor * whole.zero.data * p <= device.per_node
-    speed = device.intra_gbps * device.link_share if near else device.inter_gbps * device.inter_share
+    speed = (
+        device.intra_gbps * device.link_share if near else device.inter_gbps * device.inter_share
+    )
     # Each TP rank sends its part.
-    part = workload.itemsize * workload.length * workload.batch * whole.spec.hidden / workload.tensor
+    part = (
+        workload.itemsize * workload.length * workload.batch * whole.spec.hidden / workload.tensor
+    )
     return 2 * m * part / (speed * 1e9)

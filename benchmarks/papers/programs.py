@@ -1,4 +1,6 @@
-"""The programs that the papers timed: how they differ from this project, according to their sources."""
+"""The programs that the papers timed: how they differ from this project, according to their
+sources.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,27 @@ class Megatron2019Synchronous(StepTimeEstimator):
         return 0.0
 
     def memory_traffic(self) -> dict[str, Traffic]:
-        """Count three operations on the scores and the biases of column-parallel products, each by itself.
+        """Count three operations on the scores and the biases of column-parallel products, each by
+        itself.
 
-        The scores are divided, multiplied and subtracted from (mpu/transformer.py). torch's linear layer then added the
-        bias of a tensor of three dimensions after the product.
+        The scores are divided, multiplied and subtracted from (mpu/transformer.py). torch's linear
+        layer then added the bias of a tensor of three dimensions after the product.
         """
-        passes, e = super().memory_traffic(), self.workload.itemsize
+        passes = super().memory_traffic()
+        e = self.workload.itemsize
         forward, backward = passes["attention_core"]
-        passes["attention_core"] = forward + 4 * e * self.layer.scores, backward + 4 * e * self.layer.scores
+        passes["attention_core"] = (
+            forward + 4 * e * self.layer.scores,
+            backward + 4 * e * self.layer.scores,
+        )
         passes["column biases"] = 2 * passes["column biases"][1], passes["column biases"][1]
         return passes
 
 
 class Megatron2019(Megatron2019Synchronous):
-    """Megatron-LM in 2019 with torch's DistributedDataParallel (README: "the scaling increases from 60% to 76%")."""
+    """Megatron-LM in 2019 with torch's DistributedDataParallel (README: "the scaling increases
+    from 60% to 76%").
+    """
 
     @property
     def reduces_in_backward(self) -> bool:
@@ -34,17 +43,26 @@ class Megatron2019(Megatron2019Synchronous):
 
 
 class Megatron2022(StepTimeEstimator):
-    """Megatron-LM in 2022. A fused kernel scales, masks and takes the softmax; gradients are reduced after backward."""
+    """Megatron-LM in 2022. A fused kernel scales, masks and takes the softmax; gradients are
+    reduced after backward.
+    """
 
     def memory_traffic(self) -> dict[str, Traffic]:
         passes = super().memory_traffic()
         forward, backward = passes["attention_core"]
-        passes["attention_core"] = forward - 2 * self.workload.itemsize * self.layer.scores, backward
+        passes["attention_core"] = (
+            forward - 2 * self.workload.itemsize * self.layer.scores,
+            backward,
+        )
         return passes
 
     def accumulation_time(self) -> float:
-        """Leave out reading and writing new gradients, which the product of a weight's gradient accumulates in fp32.
+        """Leave out reading and writing new gradients, which the product of a weight's gradient
+        accumulates in fp32.
 
         With bf16 Megatron-LM requires fp32 accumulation (megatron/arguments.py).
         """
-        return super().accumulation_time() - 2 * self.workload.itemsize * self.parameters / self.rates.memory
+        return (
+            super().accumulation_time()
+            - 2 * self.workload.itemsize * self.parameters / self.rates.memory
+        )

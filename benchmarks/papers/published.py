@@ -19,7 +19,8 @@ from zero_tp.tools.planning.plan_settings import ZeroSettings, workload_of
 from zero_tp.tools.planning.rates import matrix_flops
 from zero_tp.tools.planning.timing import StepTimeEstimator
 
-# 16 V100 at 450 W a node, of which 39 TFLOP/s are 30 %; NVSwitch; 8 InfiniBand ports of 100 Gb/s, half a port each.
+# 16 V100 at 450 W a node, of which 39 TFLOP/s are 30 %; NVSwitch; 8 InfiniBand ports of 100 Gb/s,
+# half a port each.
 DGX_2H = named_device("v100-32gb").model_copy(
     update={"name": "dgx-2h", "fp16_tflops": 130.0, "per_node": 16, "inter_gbps": 6.25}
 )
@@ -54,7 +55,9 @@ class Run:
     @cached_property
     def config(self) -> RunConfig:
         changes = ("zero_optimization.stage=0", *self.changes)
-        return RunConfig.load(shipped_path(CONFIGS) / self.file, changes, self.devices // self.pipeline)
+        return RunConfig.load(
+            shipped_path(CONFIGS) / self.file, changes, self.devices // self.pipeline
+        )
 
     @cached_property
     def model(self) -> ModelSize:
@@ -65,7 +68,9 @@ class Run:
         config = self.config
         zero = ZeroSettings.of(config, cpu=False)
         if self.program is Megatron2022:
-            zero = replace(zero, grad_accum_itemsize=4, communication_itemsize=4)  # which DeepSpeed refuses at stage 0
+            zero = replace(
+                zero, grad_accum_itemsize=4, communication_itemsize=4
+            )  # which DeepSpeed refuses at stage 0
         timing = self.program(
             spec=self.model.spec,
             workload=workload_of(config, cpu=False, varlen=self.device.varlen),
@@ -79,7 +84,11 @@ class Run:
     def speed(self) -> float:
         """Return the model FLOP/s per device."""
         length = self.config.zero_tp.data.sequence_length
-        return model_flops(self.model.spec, self.config.global_batch, length) / self.time.total / self.devices
+        return (
+            model_flops(self.model.spec, self.config.global_batch, length)
+            / self.time.total
+            / self.devices
+        )
 
     @property
     def peak(self) -> float:
@@ -89,11 +98,15 @@ class Run:
     @property
     def view(self) -> StageView:
         """Return the papers' formulas for a device of the first stage."""
-        return StageView(self.model, workload_of(self.config, cpu=False), 0, 1, self.pipeline, self.interleaving)
+        return StageView(
+            self.model, workload_of(self.config, cpu=False), 0, 1, self.pipeline, self.interleaving
+        )
 
 
 def scaled(file: str, tensor: int, data: int = 1, heads: int | None = None) -> Run:
-    """Return a run of Megatron-LM's scaling study: fp16, 8 sequences per replica, full recomputation."""
+    """Return a run of Megatron-LM's scaling study: fp16, 8 sequences per replica, full
+    recomputation.
+    """
     changes = [
         "zero_tp.parallel.sequence=false",
         "bf16.enabled=false",
@@ -101,7 +114,11 @@ def scaled(file: str, tensor: int, data: int = 1, heads: int | None = None) -> R
         "zero_tp.attention=eager",
         "zero_tp.model.vocab_size=51200",
     ]
-    changes += [f"zero_tp.parallel.tensor={tensor}", f"train_batch_size={8 * data}", "train_micro_batch_size_per_gpu=8"]
+    changes += [
+        f"zero_tp.parallel.tensor={tensor}",
+        f"train_batch_size={8 * data}",
+        "train_micro_batch_size_per_gpu=8",
+    ]
     changes += [] if heads is None else [f"zero_tp.model.n_head={heads}"]
     return Run(file, tensor * data, tuple(changes), device=DGX_2H, program=Megatron2019)
 
@@ -116,13 +133,26 @@ B8_3 = "gpt2_8.3b.json"
 
 
 MODELS = {"22 B": B22, "175 B": B175, "530 B": B530, "1 T": T1}
-SECONDS = {"22 B": (1.42, 1.10), "175 B": (18.13, 13.75), "530 B": (49.05, 37.83), "1 T": (94.42, 71.49)}
-"""Of an iteration with full recomputation, and with SP and selective recomputation (2205.05198, table 5)."""
+SECONDS = {
+    "22 B": (1.42, 1.10),
+    "175 B": (18.13, 13.75),
+    "530 B": (49.05, 37.83),
+    "1 T": (94.42, 71.49),
+}
+"""Of an iteration with full recomputation, and with SP and selective recomputation (2205.05198,
+table 5).
+"""
 SECONDS_DP8 = 39.15
 """Of the second with DP 8 (section 6.3), where 530 B without DP has 37.83."""
-UTILISATION = {"22 B": (41.5, 43.7), "175 B": (51.4, 52.8), "530 B": (56.0, 57.0), "1 T": (56.3, 57.0)}
-"""Per cent of the devices' peak, with SP and selective recomputation: by the model's FLOPs and by those that run
-(2205.05198, table 5)."""
+UTILISATION = {
+    "22 B": (41.5, 43.7),
+    "175 B": (51.4, 52.8),
+    "530 B": (56.0, 57.0),
+    "1 T": (56.3, 57.0),
+}
+"""Per cent of the devices' peak, with SP and selective recomputation: by the model's FLOPs and by
+those that run (2205.05198, table 5).
+"""
 TECHNIQUES = {
     "TP": ("false", "none"),
     "TP, SP": ("true", "none"),
@@ -145,8 +175,9 @@ LAYER_MIB = {
     "530 B": (3920, 840, 490, 520, 170, 80),
     "1 T": (4900, 1050, 612.5, 650, 212.5, 100),
 }
-"""What one layer keeps without parallelism, and on TP 8 in the order of TECHNIQUES (2205.05198, table 2 at the sizes of
-table 3)."""
+"""What one layer keeps without parallelism, and on TP 8 in the order of TECHNIQUES (2205.05198,
+table 2 at the sizes of table 3).
+"""
 
 
 def technique(name: str) -> tuple[str, str]:

@@ -26,11 +26,14 @@ GRACE_SECONDS = 10.0
 """For the other ranks after one has failed."""
 
 
-def on_ranks(function: Callable[..., T], ranks: int, *arguments: Any, seconds: float = 600.0) -> list[T]:
+def on_ranks(
+    function: Callable[..., T], ranks: int, *arguments: Any, seconds: float = 600.0
+) -> list[T]:
     """Run `function(*arguments)` on CPU ranks over gloo; return its results by rank.
 
     Args:
-        function: at the top level of a module; called after torch.distributed and DeepSpeed are initialised.
+        function: at the top level of a module; called after torch.distributed and DeepSpeed are
+            initialised.
         arguments: pickled, as are the results.
         seconds: time limit.
 
@@ -44,7 +47,11 @@ def on_ranks(function: Callable[..., T], ranks: int, *arguments: Any, seconds: f
         server.set_forkserver_preload(["benchmarks.papers.preloaded"])
         readers, writers = zip(*(server.Pipe(duplex=False) for _ in range(ranks)), strict=True)
         context = multiprocessing.start_processes(
-            _rank, (function, arguments, writers, _meeting(ranks)), nprocs=ranks, join=False, start_method="forkserver"
+            _rank,
+            (function, arguments, writers, _meeting(ranks)),
+            nprocs=ranks,
+            join=False,
+            start_method="forkserver",
         )
         for writer in writers:
             writer.close()  # so that reading ends if a rank dies while sending
@@ -57,13 +64,21 @@ def on_ranks(function: Callable[..., T], ranks: int, *arguments: Any, seconds: f
                     with contextlib.suppress(EOFError):  # it has failed, and `join` raises next
                         results[reader] = reader.recv()
                 if time.monotonic() >= deadline:
-                    raise UserError(f"{ranks} ranks were not done in {seconds:.0f} s: is the machine busy? Try again")
+                    raise UserError(
+                        f"{ranks} ranks were not done in {seconds:.0f} s: is the machine busy? Try "
+                        "again"
+                    )
         return [results[reader] if reader in results else reader.recv() for reader in readers]
 
 
 def _meeting(ranks: int) -> dict[str, str]:
     """Return the environment that a launcher would set."""
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+    }
     return {name: str(value) for name, value in variables.items()}
 
 

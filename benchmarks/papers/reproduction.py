@@ -22,7 +22,8 @@ class Reproduction:
 
     Attributes:
         tables: rows by heading: the model and its devices.
-        draw: returns matplotlib's figures by the suffix of their file names; by default bars of all rows.
+        draw: returns matplotlib's figures by the suffix of their file names; by default bars of all
+            rows.
         notes: differences from the paper, and their reasons.
     """
 
@@ -48,24 +49,35 @@ class Reproduction:
         parts = [page.svg(figure) for figure in figures.values()]
         for heading, rows in self.tables.items():
             head, *cells = in_cells(heading, rows)
-            parts += [f"<h2>{html.escape(heading)}</h2>", page.table(("", *head[1:]), cells, "figures")]
-        parts += [f"<p>{html.escape(note)}</p>" for note in (*self.notes, f"{made()['date']}, {made()['machine']}")]
+            parts += [
+                f"<h2>{html.escape(heading)}</h2>",
+                page.table(("", *head[1:]), cells, "figures"),
+            ]
+        parts += [
+            f"<p>{html.escape(note)}</p>"
+            for note in (*self.notes, f"{made()['date']}, {made()['machine']}")
+        ]
         written = page.write(directory / f"{name}.html", self.title, parts, figures)
         tables = {heading: [asdict(row) for row in rows] for heading, rows in self.tables.items()}
         record = {**made(), "title": self.title, "tables": tables, "notes": self.notes}
-        write_named(directory / f"{name}.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        write_named(
+            directory / f"{name}.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+        )
         return [*written, directory / f"{name}.json"]
 
 
 def in_cells(heading: str, rows: Table) -> list[tuple[str, ...]]:
     """Return the cells of a table with its head; columns without a figure are left out."""
     shown = [name for name in COLUMNS if any(name in row.figures for row in rows)]
-    compared, noted = any(row.off for row in rows), any(row.note for row in rows)
+    compared = any(row.off for row in rows)
+    noted = any(row.note for row in rows)
     head = [heading, *shown, *(["off"] if compared else []), *([""] if noted else [])]
     lines = [tuple(head)]
     for row in rows:
         cells = [f"{row.label} [{row.unit}]" if row.unit else row.label]
-        cells += ["" if (value := row.figures.get(name)) is None else written_out(value) for name in shown]
+        cells += [
+            "" if (value := row.figures.get(name)) is None else written_out(value) for name in shown
+        ]
         cells += [row.off] if compared else []
         lines.append((*cells, *([row.note] if noted else [])))
     return lines

@@ -42,11 +42,14 @@ class Row:
 
     @property
     def off(self) -> str:
-        """Return the first figure's deviation from the last, for percentages in points; "" for a single figure."""
+        """Return the first figure's deviation from the last, for percentages in points; "" for a
+        single figure.
+        """
         values = list(self.figures.values())
         if len(values) < 2 or not values[-1]:
             return ""
-        first, last = values[0], values[-1]
+        first = values[0]
+        last = values[-1]
         return f"{first - last:+.1f} pt" if self.unit == "%" else f"{first / last - 1:+.1%}"
 
 
@@ -55,7 +58,9 @@ Columns = Mapping[str, Mapping[str, float]]
 """Column of COLUMNS → label → figure."""
 
 
-def rows(unit: str, columns: Columns, size: float = 1.0, notes: Mapping[str, str] | None = None) -> list[Row]:
+def rows(
+    unit: str, columns: Columns, size: float = 1.0, notes: Mapping[str, str] | None = None
+) -> list[Row]:
     """Return a row for each label of the columns, in order of first appearance.
 
     Args:
@@ -65,7 +70,11 @@ def rows(unit: str, columns: Columns, size: float = 1.0, notes: Mapping[str, str
     sizes = {name: 1.0 if name == "published" else size for name in columns}
     return [
         Row(label, unit, note=(notes or {}).get(label, "")).having(
-            {name: figures[label] / sizes[name] for name, figures in columns.items() if label in figures}
+            {
+                name: figures[label] / sizes[name]
+                for name, figures in columns.items()
+                if label in figures
+            }
         )
         for label in dict.fromkeys(label for figures in columns.values() for label in figures)
     ]

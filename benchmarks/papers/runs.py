@@ -1,4 +1,6 @@
-"""Train a small model by whole runs under a launcher, and by transformers' own class in one process."""
+"""Train a small model by whole runs under a launcher, and by transformers' own class in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,33 @@ def trained(
     Raises:
         UserError: the run failed, or took longer than `seconds`.
     """
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port", str(free_port())]
-    run = ["-m", "zero_tp.pretrain", "--deepspeed_config", str(config), "--output-dir", str(directory)]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(ranks),
+        "--master_port",
+        str(free_port()),
+    ]
+    run = [
+        "-m",
+        "zero_tp.pretrain",
+        "--deepspeed_config",
+        str(config),
+        "--output-dir",
+        str(directory),
+    ]
     settings = [word for change in changes for word in ("--set", change)]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, *run, *settings]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=seconds
+        )
     except subprocess.TimeoutExpired:
-        raise UserError(f"{directory.name}: not trained in {seconds:.0f} s; is the machine busy? Try again") from None
+        raise UserError(
+            f"{directory.name}: not trained in {seconds:.0f} s; is the machine busy? Try again"
+        ) from None
     if done.returncode:
         raise UserError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     told = next(line for line in done.stdout.splitlines() if "parameters" in line)
@@ -45,7 +65,9 @@ def trained(
 
 
 def changes_of(model: Mapping[str, Any], corpus: Path, steps: int, warm_up: int) -> list[str]:
-    """Return the overrides to train a model on a prepared corpus, and to save and evaluate it only at the end."""
+    """Return the overrides to train a model on a prepared corpus, and to save and evaluate it
+    only at the end.
+    """
     return [
         f"zero_tp.model={json.dumps(model)}",
         f"zero_tp.data.train={corpus / 'train'}",
@@ -63,7 +85,8 @@ def metrics_of(directory: Path) -> list[dict[str, Any]]:
 
 
 def plainly_trained(run: RunConfig, model: Path, rates: Sequence[float]) -> list[float]:
-    """Train transformers' own class by torch's AdamW on the samples of a run; return the loss of each step.
+    """Train transformers' own class by torch's AdamW on the samples of a run; return the loss of
+    each step.
 
     Args:
         run: the config of the run.
@@ -78,13 +101,18 @@ def plainly_trained(run: RunConfig, model: Path, rates: Sequence[float]) -> list
         {"params": [weight for weight in network.parameters() if weight.ndim >= 2]},
         {"params": flat, "weight_decay": 0.0},
     ]
-    decay, betas = arguments["weight_decay"], tuple(arguments["betas"])
+    decay = arguments["weight_decay"]
+    betas = tuple(arguments["betas"])
     optimizer = torch.optim.AdamW(groups, betas=betas, weight_decay=decay)
-    samples = PackedSamples(run.zero_tp.data.train, run.zero_tp.data.sequence_length, run.zero_tp.training.seed)
+    samples = PackedSamples(
+        run.zero_tp.data.train, run.zero_tp.data.sequence_length, run.zero_tp.training.seed
+    )
     losses = []
     for step, rate in enumerate(rates):
         (rows,) = samples.rank_batches(step, run.global_batch, run.global_batch, 1, 0, 1)
-        loss = nn.functional.cross_entropy(network(rows.input_ids).logits.flatten(0, 1), rows.labels.flatten())
+        loss = nn.functional.cross_entropy(
+            network(rows.input_ids).logits.flatten(0, 1), rows.labels.flatten()
+        )
         loss.backward()
         nn.utils.clip_grad_norm_(network.parameters(), settings["gradient_clipping"])
         for group in optimizer.param_groups:

@@ -37,22 +37,28 @@ class MarkedAllocations(Allocations):
 
 @contextmanager
 def followed(engine: TrainingEngine) -> Iterator[MarkedAllocations]:
-    """Yield the storages that exist before or are allocated in the block, with the starts of the phases marked.
+    """Yield the storages that exist before or are allocated in the block, with the starts of the
+    phases marked.
 
-    Storages from before have a category: parameters, optimizer, gradients or buffers. Gradients that backward stores in
-    `parameter.grad` have theirs, too.
+    Storages from before have a category: parameters, optimizer, gradients or buffers. Gradients
+    that backward stores in `parameter.grad` have theirs, too.
     """
     allocations = MarkedAllocations(engine.device.type)
 
     def arrived(parameter: Tensor) -> None:
         grad = parameter.grad
-        if grad is not None and grad.untyped_storage().nbytes() == grad.nbytes:  # not part of a bucket
+        if (
+            grad is not None and grad.untyped_storage().nbytes() == grad.nbytes
+        ):  # not part of a bucket
             allocations.mark([grad], "gradients")
 
     handles = [
         engine.model.register_forward_pre_hook(lambda *_: allocations.note("forward")),
         engine.model.register_forward_hook(lambda *_: allocations.note("backward")),
-        *(parameter.register_post_accumulate_grad_hook(arrived) for parameter in engine.model.parameters()),
+        *(
+            parameter.register_post_accumulate_grad_hook(arrived)
+            for parameter in engine.model.parameters()
+        ),
     ]
     step: Callable[..., Any] = engine.deepspeed_engine.step
 
@@ -74,7 +80,12 @@ def followed(engine: TrainingEngine) -> Iterator[MarkedAllocations]:
 
 def _take_in(allocations: MarkedAllocations, engine: TrainingEngine) -> None:
     basic = engine.zero.states().optimizer
-    states = [value for state in basic.state.values() for value in state.values() if isinstance(value, Tensor)]
+    states = [
+        value
+        for state in basic.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
     masters = [fragment.flat for fragment in engine.zero.fragments()]
     partitions = getattr(engine.zero.optimizer, "grad_partitions_flat_buffer", None)  # ZeRO-3's
     parameters = [partition_of(parameter) for parameter in engine.model.parameters()]
@@ -87,22 +98,28 @@ def _take_in(allocations: MarkedAllocations, engine: TrainingEngine) -> None:
 
 
 def _other_tensors(allocations: MarkedAllocations) -> Iterable[Tensor]:
-    known, frozen = allocations.known(), gc.get_freeze_count() > 0
+    known = allocations.known()
+    frozen = gc.get_freeze_count() > 0
     gc.unfreeze()  # frozen objects are not listed
     things = gc.get_objects()
     if frozen:
         gc.collect()  # else garbage would be frozen
         gc.freeze()
     for thing in things:
-        if isinstance(thing, Tensor) and not thing.is_meta and thing.untyped_storage()._cdata not in known:
+        if (
+            isinstance(thing, Tensor)
+            and not thing.is_meta
+            and thing.untyped_storage()._cdata not in known
+        ):
             yield thing
 
 
 def points(allocations: MarkedAllocations, begin: int) -> list[Point]:
     """Return the moments of the last micro-batch and of the optimizer's step, by category.
 
-    Storages that outlive the forward that allocated them are activations; those that outlive their backward are
-    gradients. Others of forward and backward are transients, others of the step buffers.
+    Storages that outlive the forward that allocated them are activations; those that outlive their
+    backward are gradients. Others of forward and backward are transients, others of the step
+    buffers.
     """
     marks = allocations.marks
     forward = max(clock for name, clock in marks if name == "forward")
@@ -121,7 +138,8 @@ def points(allocations: MarkedAllocations, begin: int) -> list[Point]:
                 continue
             following = min((c for _, c in marks if c > clock), default=step)
             if freed <= following:
-                # DeepSpeed's buckets start as flat, empty tensors, which no operation of a layer allocates.
+                # DeepSpeed's buckets start as flat, empty tensors, which no operation of a layer
+                # allocates.
                 bucket = name == "backward" and "empty" in one.operation and len(one.shape) == 1
                 return "buffers" if bucket else "transients"
             return "activations" if name == "forward" else "gradients"
@@ -135,10 +153,13 @@ def points(allocations: MarkedAllocations, begin: int) -> list[Point]:
         if clock < max(begin, forward):
             continue
         if clock <= backward:
-            phase, position = "forward", (clock - forward) / max(1, backward - forward)
+            phase = "forward"
+            position = (clock - forward) / max(1, backward - forward)
         elif clock <= step:
-            phase, position = "backward", 1 + (clock - backward) / max(1, step - backward)
+            phase = "backward"
+            position = 1 + (clock - backward) / max(1, step - backward)
         else:
-            phase, position = "step", 2 + (clock - step) / max(1, end - step)
+            phase = "step"
+            position = 2 + (clock - step) / max(1, end - step)
         points.append(Point(phase, position, dict(sizes), 0.0))
     return points

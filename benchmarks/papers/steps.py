@@ -20,7 +20,8 @@ from zero_tp.tools.planning.tracking import Allocations
 
 Steps = dict[str, Sequence[Point]]
 """The memory points of a new run's first step, and of a later one."""
-WARM_UP, TIMED = 2, 8
+WARM_UP = 2
+TIMED = 8
 
 
 class Followed(NamedTuple):
@@ -59,14 +60,17 @@ def planned_steps(config: RunConfig, *, cpu: bool) -> Steps:
 
 
 def first_step(memory: RankMemory) -> list[Point]:
-    """Return the points of a new run's first step: the optimizer allocates its moments in its update."""
+    """Return the points of a new run's first step: the optimizer allocates its moments in its
+    update.
+    """
     before = replace(memory.zero, settings=replace(memory.zero.settings, moments=0))
     return [*replace(memory, zero=before).points[:-2], *memory.points[-2:]]
 
 
 def _two_steps(config: RunConfig) -> list[Followed]:
     with suppress_output():
-        engine, batches = engine_of(config), drawn(config)
+        engine = engine_of(config)
+        batches = drawn(config)
     records = []
     for _ in range(2):
         with followed(engine) as allocations:
@@ -78,16 +82,22 @@ def _two_steps(config: RunConfig) -> list[Followed]:
 
 def events(allocations: Allocations) -> list[Event]:
     """Return the allocations and frees of all storages in order."""
-    return [(id(one), one.bytes if sign > 0 else 0) for _, one, sign in allocations.timeline() if one.bytes or sign < 0]
+    return [
+        (id(one), one.bytes if sign > 0 else 0)
+        for _, one, sign in allocations.timeline()
+        if one.bytes or sign < 0
+    ]
 
 
 def step_seconds(config: RunConfig) -> float:
-    """Return the seconds of the fastest of several steps on this rank; other work on the machine slows the others down.
+    """Return the seconds of the fastest of several steps on this rank; other work on the machine
+    slows the others down.
 
     Collective.
     """
     with suppress_output():
-        engine, batches = engine_of(config), drawn(config)
+        engine = engine_of(config)
+        batches = drawn(config)
     records = []
     for _ in range(WARM_UP + TIMED):
         dist.barrier()

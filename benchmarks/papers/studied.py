@@ -45,14 +45,20 @@ class Model:
 
 
 class Case(NamedTuple):
-    """A model at small size, measured on one CPU rank and planned, or at full size, only planned."""
+    """A model at small size, measured on one CPU rank and planned, or at full size, only
+    planned.
+    """
 
     model: Model
     small: bool
 
     @property
     def where(self) -> str:
-        return f"a small {self.model.kind}" if self.small else f"{self.model.name} on {self.model.devices} H100"
+        return (
+            f"a small {self.model.kind}"
+            if self.small
+            else f"{self.model.name} on {self.model.devices} H100"
+        )
 
     @property
     def heading(self) -> str:
@@ -60,7 +66,11 @@ class Case(NamedTuple):
 
     def config(self, *changes: str) -> RunConfig:
         """Return the config of its run with overrides."""
-        own, ranks = ((*SMALL, *self.model.small), 1) if self.small else (self.model.large, self.model.devices)
+        own, ranks = (
+            ((*SMALL, *self.model.small), 1)
+            if self.small
+            else (self.model.large, self.model.devices)
+        )
         return RunConfig.load(shipped_path(CONFIGS) / self.model.file, [*own, *changes], ranks)
 
     def steps(self, *changes: str) -> dict[str, Steps]:
@@ -92,11 +102,17 @@ GPT2 = Model(
     "n_positions",
     (
         "zero_tp.attention=eager",
-        'zero_tp.model={"model_type": "gpt2", "n_layer": 4, "n_embd": 256, "n_head": 8, "n_positions": 256, '
+        'zero_tp.model={"model_type": "gpt2", "n_layer": 4, "n_embd": 256, "n_head": 8, '
+        '"n_positions": 256, '
         '"vocab_size": 4096, "attn_pdrop": 0.1}',
     ),
     1,
-    ("zero_tp.recompute=none", "zero_tp.attention=eager", "train_batch_size=auto", "gradient_accumulation_steps=1"),
+    (
+        "zero_tp.recompute=none",
+        "zero_tp.attention=eager",
+        "train_batch_size=auto",
+        "gradient_accumulation_steps=1",
+    ),
 )
 LLAMA = Model(
     "llama",
@@ -107,8 +123,10 @@ LLAMA = Model(
     "max_position_embeddings",
     (
         "zero_optimization.stage=1",
-        'zero_tp.model={"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 768, '
-        '"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256, "vocab_size": 4096, '
+        'zero_tp.model={"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256, '
+        '"intermediate_size": 768, '
+        '"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256, '
+        '"vocab_size": 4096, '
         '"bos_token_id": 0, "eos_token_id": 0}',
     ),
     64,
@@ -126,4 +144,9 @@ CORES = (
 
 def cases(measured: bool) -> list[Case]:
     """Return the models at full size, each preceded by its small size if it is measured."""
-    return [Case(model, small) for model in (GPT2, LLAMA) for small in (True, False) if measured or not small]
+    return [
+        Case(model, small)
+        for model in (GPT2, LLAMA)
+        for small in (True, False)
+        if measured or not small
+    ]

@@ -17,8 +17,11 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # mallopt(3)
 
 
 def elements_sent(config: RunConfig) -> dict[str, float]:
-    """Return, by collective, the elements that this rank sends in its second step; see `counted`."""
-    engine, batches = engine_of(config), drawn(config)
+    """Return, by collective, the elements that this rank sends in its second step; see
+    `counted`.
+    """
+    engine = engine_of(config)
+    batches = drawn(config)
     engine.train_step(batches)
     with counted() as sent:
         engine.train_step(batches)
@@ -26,10 +29,12 @@ def elements_sent(config: RunConfig) -> dict[str, float]:
 
 
 def train_within(budget: int, full: str, least: RunConfig, config: RunConfig) -> None:
-    """Train two steps of a run in `budget` bytes more of address space than the process has after those of `least`.
+    """Train two steps of a run in `budget` bytes more of address space than the process has after
+    those of `least`.
 
     Args:
-        full: a file that is made where the system refuses this rank more; then it fails, and with it the others.
+        full: a file that is made where the system refuses this rank more; then it fails, and with
+            it the others.
     """
     libc = ctypes.CDLL(None)
     # One heap, and each large tensor a mapping of its own that goes when it does.
@@ -51,7 +56,8 @@ def train_within(budget: int, full: str, least: RunConfig, config: RunConfig) ->
 
 
 def _two_steps(config: RunConfig, topology: Topology) -> None:
-    engine, batches = engine_of(config, topology), drawn(config)
+    engine = engine_of(config, topology)
+    batches = drawn(config)
     for _ in range(2):
         assert math.isfinite(engine.train_step(batches))
     engine.deepspeed_engine.destroy()

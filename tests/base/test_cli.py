@@ -26,11 +26,17 @@ def script(body: str, before: str = "") -> list[str]:
         ("raise UserError('a.json: wrong\\n  key')", 2, "error: a.json: wrong key\n"),
         ("open('no' * 200)", 2, f"error: {'no' * 200}: File name too long\n"),
         (
-            "parser = cli.Parser(); parser.add_argument('--output'); parser.parse_args(['--ouput=x'])",
+            "parser = cli.Parser(); parser.add_argument('--output'); "
+            "parser.parse_args(['--ouput=x'])",
             2,
-            "error: unrecognized arguments: --ouput=x (did you mean --output? python -c --help explains the ",
+            "error: unrecognized arguments: --ouput=x (did you mean --output? python -c --help "
+            "explains the ",
         ),
-        ("cli.Parser().parse_args(['--x'])", 2, "error: unrecognized arguments: --x (python -c --help explains the "),
+        (
+            "cli.Parser().parse_args(['--x'])",
+            2,
+            "error: unrecognized arguments: --x (python -c --help explains the ",
+        ),
     ],
 )
 def test_status_and_message(body: str, status: int, error: str) -> None:
@@ -51,9 +57,13 @@ def test_our_own_faults_keep_their_traceback(body: str) -> None:
     assert "Traceback" in done.stderr
 
 
-@pytest.mark.parametrize(("option", "value"), [("tokens", -1), ("tokens", 0), ("top-k", -5), ("seed", 2**32)])
+@pytest.mark.parametrize(
+    ("option", "value"), [("tokens", -1), ("tokens", 0), ("top-k", -5), ("seed", 2**32)]
+)
 def test_a_sample_of_no_such_size_is_one_line(tmp_path: Path, option: str, value: int) -> None:
-    done = launched.script("launch/sample.py", tmp_path, "--model", ".", "--prompt", "x", f"--{option}", str(value))
+    done = launched.script(
+        "launch/sample.py", tmp_path, "--model", ".", "--prompt", "x", f"--{option}", str(value)
+    )
     assert done.returncode == 2
     assert (
         done.stderr.startswith(f"error: --{option} {value}: is out of range; give a number from ")
@@ -62,22 +72,34 @@ def test_a_sample_of_no_such_size_is_one_line(tmp_path: Path, option: str, value
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "error"), [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "")]
+    ("number", "status", "error"),
+    [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, "")],
 )
 def test_a_signal_ends_a_command_that_cleans_up(number: int, status: int, error: str) -> None:
-    body = "try:\n    print('up', flush=True)\n    time.sleep(60)\nfinally:\n    print('cleaned up')"
+    body = (
+        "try:\n    print('up', flush=True)\n    time.sleep(60)\nfinally:\n    print('cleaned up')"
+    )
     command = script(body)
-    process = subprocess.Popen(command, stdout=-1, stderr=-1, text=True, preexec_fn=default_interrupts)
+    process = subprocess.Popen(
+        command, stdout=-1, stderr=-1, text=True, preexec_fn=default_interrupts
+    )
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(number)
-    assert process.communicate(timeout=patience(30)) == ("cleaned up\n", error) and process.returncode == status
+    assert (
+        process.communicate(timeout=patience(30)) == ("cleaned up\n", error)
+        and process.returncode == status
+    )
 
 
 @pytest.mark.parametrize("lines", [1, 100_000])
 def test_reader_gone(lines: int) -> None:
     process = subprocess.Popen(
-        script(f"input()\nfor _ in range({lines}): print('text')"), stdin=-1, stdout=-1, stderr=-1, text=True
+        script(f"input()\nfor _ in range({lines}): print('text')"),
+        stdin=-1,
+        stdout=-1,
+        stderr=-1,
+        text=True,
     )
     assert process.stdout is not None
     process.stdout.close()
@@ -87,12 +109,16 @@ def test_reader_gone(lines: int) -> None:
 
 
 def test_a_closed_standard_output_is_no_error() -> None:
-    done = subprocess.run(["bash", "-c", '"$@" >&-', "bash", *script("print('text')")], stderr=-1, text=True)
+    done = subprocess.run(
+        ["bash", "-c", '"$@" >&-', "bash", *script("print('text')")], stderr=-1, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("lines", [1, 100_000])
 def test_a_full_disk_under_standard_output_is_one_line(lines: int) -> None:
     with open("/dev/full", "w") as full:
-        process = subprocess.run(script(f"for _ in range({lines}): print('text')"), stdout=full, stderr=-1, text=True)
+        process = subprocess.run(
+            script(f"for _ in range({lines}): print('text')"), stdout=full, stderr=-1, text=True
+        )
     assert (process.returncode, process.stderr) == (2, "error: No space left on device\n")

@@ -1,4 +1,6 @@
-"""A name on the Hugging Face hub where a directory is asked for: from a cache laid by hand, and from a server."""
+"""A name on the Hugging Face hub where a directory is asked for: from a cache laid by hand, and
+from a server.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ import torch
 from tests.support.tiny_models import tiny_gpt2
 from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
-from zero_tp.base.weight_files import find_weights, is_cached, is_hub_name, pin_commit, pin_to_first_start
+from zero_tp.base.weight_files import (
+    find_weights,
+    is_cached,
+    is_hub_name,
+    pin_commit,
+    pin_to_first_start,
+)
 
 NAME, COMMIT = "somebody/tiny", "0123456789abcdef0123456789abcdef01234567"
 TEXTS = ["the cat sat on the mat and looked at the moon"] * 20
@@ -46,7 +54,9 @@ def cache(model: Path, tmp_path: Path) -> Path:
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     given = {**os.environ, **environment}
-    return subprocess.run([sys.executable, "-m", "zero_tp", *words], env=given, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "zero_tp", *words], env=given, capture_output=True, text=True
+    )
 
 
 def write_config(path: Path, **others: Any) -> None:
@@ -54,28 +64,50 @@ def write_config(path: Path, **others: Any) -> None:
     data = {"train": "corpus/train", "sequence_length": 16}
     block = {"model": {"from_pretrained": NAME}, "data": data, "training": {"steps": 1}, **others}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
-    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, "zero_tp": block}))
+    path.write_text(
+        json.dumps({"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer, "zero_tp": block})
+    )
 
 
 def test_a_path_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    assert is_hub_name("somebody/tiny") and is_hub_name("somebody/tiny@v1.0") and is_hub_name("somebody/tiny@refs/pr/1")
-    for path in ("tiny", "runs/tiny", "./somebody/tiny", "/somebody/tiny", "a/b/c", "somebody/", "bpe:8192", ""):
+    assert (
+        is_hub_name("somebody/tiny")
+        and is_hub_name("somebody/tiny@v1.0")
+        and is_hub_name("somebody/tiny@refs/pr/1")
+    )
+    for path in (
+        "tiny",
+        "runs/tiny",
+        "./somebody/tiny",
+        "/somebody/tiny",
+        "a/b/c",
+        "somebody/",
+        "bpe:8192",
+        "",
+    ):
         assert not is_hub_name(path), path
 
 
 def test_a_run_that_goes_on_keeps_its_commit() -> None:
     """Without asking anybody."""
     before = f"{NAME}@{COMMIT}"
-    assert pin_to_first_start(NAME, before) == pin_to_first_start(before, None) == pin_commit(before, "key") == before
+    assert (
+        pin_to_first_start(NAME, before)
+        == pin_to_first_start(before, None)
+        == pin_commit(before, "key")
+        == before
+    )
     for other in ("a/directory/of/mine", "somebody/else", f"{NAME}@v2", 7):
         assert pin_to_first_start(other, before) == other
     assert pin_commit("a/directory/of/mine", "key") == "a/directory/of/mine"
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_cache_has_all_files_or_not_the_model(cache: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
+def test_a_cache_has_all_files_or_not_the_model(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool
+) -> None:
     """huggingface_hub returns the directory of a commit once it has fetched any file of it."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache / "hub"))
     snapshot = cache / "hub" / "models--somebody--tiny" / "snapshots" / COMMIT
@@ -127,16 +159,19 @@ def test_a_cache_serves_without_a_network(model: Path, cache: Path) -> None:
 
 @THOROUGH
 def test_the_model_in_python_and_in_a_config(model: Path, cache: Path, tmp_path: Path) -> None:
-    """From the cache, without a network. In the config the name stands with its commit, of the model and of the
-    tokenizer; exports take such a name too."""
+    """From the cache, without a network. In the config the name stands with its commit, of the
+    model and of the tokenizer; exports take such a name too.
+    """
     script = (
         "from pathlib import Path; from zero_tp.base.weight_files import resolve_tokenizer;"
         "from zero_tp import ZeroTPForCausalLM; from zero_tp.config import RunConfig;"
         f"print(ZeroTPForCausalLM.from_pretrained('{NAME}').num_parameters());"
-        "config = RunConfig.load('config.json'); print(config.zero_tp.tokenizer, *map(str, config.missing_files()));"
+        "config = RunConfig.load('config.json'); print(config.zero_tp.tokenizer, *map(str, "
+        "config.missing_files()));"
         "block = config.with_pinned_tokenizer().resolved()['zero_tp'];"
         "print(block['model']['from_pretrained'], block['tokenizer']);"
-        f"print(resolve_tokenizer(None, block['tokenizer']), resolve_tokenizer(Path('{NAME}'), None));"
+        f"print(resolve_tokenizer(None, block['tokenizer']), resolve_tokenizer(Path('{NAME}'), "
+        "None));"
         "RunConfig.load('config.json', ['zero_tp.model.from_pretrained=somebody/else@v2'])"
     )
     write_config(tmp_path / "config.json", tokenizer=NAME)
@@ -152,7 +187,10 @@ def test_the_model_in_python_and_in_a_config(model: Path, cache: Path, tmp_path:
     for part in ("no directory somebody/else@v2", "hf download somebody/else --revision v2"):
         assert part in refusal
     parameters, written, *absent, name, tokenizer, recorded, given = found.stdout.split()
-    assert (written, tokenizer) == (NAME, name) and absent == ["corpus/train.bin", "corpus/train.idx"]
+    assert (written, tokenizer) == (NAME, name) and absent == [
+        "corpus/train.bin",
+        "corpus/train.idx",
+    ]
     assert recorded == given == str(cache / "hub" / "models--somebody--tiny" / "snapshots" / COMMIT)
     from transformers import AutoModelForCausalLM
 
@@ -160,7 +198,11 @@ def test_the_model_in_python_and_in_a_config(model: Path, cache: Path, tmp_path:
     assert name == f"{NAME}@{COMMIT}"
 
 
-OTHER_FORMATS = ("onnx/model.onnx", "consolidated.safetensors", "consolidated.safetensors.index.json")
+OTHER_FORMATS = (
+    "onnx/model.onnx",
+    "consolidated.safetensors",
+    "consolidated.safetensors.index.json",
+)
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -179,13 +221,18 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.asked.append(self.path)
         path = self.path.partition("?")[0]
         if path.startswith(f"/api/models/{NAME}/tree/"):
-            files = [{"type": "file", "path": each.name, "size": each.stat().st_size} for each in self.model.iterdir()]
+            files = [
+                {"type": "file", "path": each.name, "size": each.stat().st_size}
+                for each in self.model.iterdir()
+            ]
             files += [{"type": "file", "path": path, "size": 1} for path in OTHER_FORMATS]
             return self._send(json.dumps([{**each, "oid": "0" * 40} for each in files]).encode())
         if path.startswith(f"/api/models/{NAME}"):
             siblings = [{"rfilename": file.name} for file in self.model.iterdir()]
             siblings += [{"rfilename": path} for path in OTHER_FORMATS]
-            return self._send(json.dumps({"id": NAME, "sha": COMMIT, "siblings": siblings}).encode())
+            return self._send(
+                json.dumps({"id": NAME, "sha": COMMIT, "siblings": siblings}).encode()
+            )
         file = self.model / path.rpartition("/")[2]
         if path.startswith(f"/{NAME}/resolve/{COMMIT}/") and file.is_file():
             return self._send(file.read_bytes())
@@ -213,8 +260,23 @@ def endpoint(model: Path) -> Iterator[str]:
 
 @THOROUGH
 def test_a_server_is_asked_once(model: Path, endpoint: str, tmp_path: Path) -> None:
-    words = ("sample", "--model", f"{NAME}@main", "--prompt", "the cat", "--tokens", "5", "--temperature", "0")
-    given = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    words = (
+        "sample",
+        "--model",
+        f"{NAME}@main",
+        "--prompt",
+        "the cat",
+        "--tokens",
+        "5",
+        "--temperature",
+        "0",
+    )
+    given = {
+        "HF_HOME": str(tmp_path),
+        "HF_ENDPOINT": endpoint,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+    }
     fetched = run(*words, **given)
     assert fetched.returncode == 0, fetched.stderr
     assert fetched.stdout == run(*words[:2], str(model), *words[3:]).stdout
@@ -222,20 +284,30 @@ def test_a_server_is_asked_once(model: Path, endpoint: str, tmp_path: Path) -> N
     snapshot = tmp_path / "hub" / "models--somebody--tiny" / "snapshots" / COMMIT
     assert torch.equal(*(_tensor(each) for each in (snapshot, model)))
     count = len(Hub.asked)
-    assert run(*words, **{**given, "HF_HUB_OFFLINE": "1"}).stdout == fetched.stdout and len(Hub.asked) == count
+    assert (
+        run(*words, **{**given, "HF_HUB_OFFLINE": "1"}).stdout == fetched.stdout
+        and len(Hub.asked) == count
+    )
 
 
 @THOROUGH
 def test_a_check_fetches_no_weights(endpoint: str, tmp_path: Path) -> None:
     write_config(tmp_path / "config.json")
-    given = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    given = {
+        "HF_HOME": str(tmp_path),
+        "HF_ENDPOINT": endpoint,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+    }
     words = ("check", str(tmp_path / "config.json"), "--from", "runs/other")
     checked = run(*words, **given)
     assert checked.returncode == 1 and not checked.stderr, "the corpus is missing"
     assert Hub.asked and not [path for path in Hub.asked if path.endswith(".safetensors")]
     lines = checked.stdout.splitlines()
     assert NAME not in lines[0], "a run fetches it"
-    assert f"not here   {NAME}@{COMMIT}, which a run needs and asks the Hugging Face hub for" in lines
+    assert (
+        f"not here   {NAME}@{COMMIT}, which a run needs and asks the Hugging Face hub for" in lines
+    )
     assert lines[-1] == "unchecked  --from runs/other: first add the missing files"
 
 

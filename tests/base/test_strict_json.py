@@ -37,7 +37,9 @@ def test_what_is_too_long_or_no_file_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     with path.open("wb") as file:
         file.truncate(MAX_FILE_BYTES + 1)
-    with pytest.raises(ConfigError, match=r"can't be read \(268,435,457 bytes, at most 268,435,456 are read\)"):
+    with pytest.raises(
+        ConfigError, match=r"can't be read \(268,435,457 bytes, at most 268,435,456 are read\)"
+    ):
         RunConfig.load(path)
     path.unlink()
     with pytest.raises(ConfigError, match="no such file"):

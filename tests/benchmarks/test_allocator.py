@@ -1,4 +1,6 @@
-"""The model of CUDA's caching allocator against traces worked out by hand; its sizes against torch's own headers."""
+"""The model of CUDA's caching allocator against traces worked out by hand; its sizes against
+torch's own headers.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,17 @@ def test_sizes_are_torchs() -> None:
 
 
 def events(trace: str) -> list[tuple[str, int]]:
-    """Return the events of a trace such as `a12 b3+512 -a`: allocations [MiB + bytes], and frees."""
+    """Return the events of a trace such as `a12 b3+512 -a`: allocations [MiB + bytes], and
+    frees.
+    """
     result = []
     for word in trace.split():
         mebibytes, _, more = word[1:].partition("+")
-        result.append((word[1], 0) if word.startswith("-") else (word[0], int(mebibytes) * MIB + int(more or 0)))
+        result.append(
+            (word[1], 0)
+            if word.startswith("-")
+            else (word[0], int(mebibytes) * MIB + int(more or 0))
+        )
     return result
 
 
@@ -87,7 +95,9 @@ def test_free_segments_go_back_if_the_device_is_full() -> None:
     assert replay(trace, 14 * MIB).reserved == 14 * MIB == least_capacity(trace)
     with pytest.raises(OutOfMemory):
         replay(trace, 14 * MIB - 1)
-    assert least_capacity(events("a12 b16 -b c4 d16")) == 44 * MIB, "a segment of which a part is used stays"
+    assert least_capacity(events("a12 b16 -b c4 d16")) == 44 * MIB, (
+        "a segment of which a part is used stays"
+    )
 
 
 sizes = st.integers(1, 30 * MIB) | st.integers(1, 3 * MIB)

@@ -1,4 +1,6 @@
-"""The benchmarks for accelerators run their own code at tiny sizes on CPU, and write their measurements."""
+"""The benchmarks for accelerators run their own code at tiny sizes on CPU, and write their
+measurements.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_the_rows_of_one_device(tmp_path: Path) -> None:
     for each in (plain, recomputed):
         assert len(each["tokens_per_second"]) == len(each["mfu"]) == 2
         for rate, mfu in zip(each["tokens_per_second"], each["mfu"], strict=True):
-            assert mfu == pytest.approx(each["flops_per_step"] * rate / (2 * 64) / each["peak_flops"])
+            assert mfu == pytest.approx(
+                each["flops_per_step"] * rate / (2 * 64) / each["peak_flops"]
+            )
         assert each["device"] == "cpu" and each["peak_gib"] > 0
     assert recomputed["losses"] == plain["losses"]
     assert 0 < recomputed["planned_gib"] < plain["planned_gib"]

@@ -1,4 +1,6 @@
-"""`python -m benchmarks.papers`: every result at full size by the planner, beside what is published."""
+"""`python -m benchmarks.papers`: every result at full size by the planner, beside what is
+published.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def command(*words: str) -> int:
     return int(ended.value.code or 0)
 
 
-@pytest.mark.parametrize("name", [name for name in names() if name.startswith(("recomputation-", "memory-"))])
+@pytest.mark.parametrize(
+    "name", [name for name in names() if name.startswith(("recomputation-", "memory-"))]
+)
 def test_plans_are_near_what_is_published_and_stand_in_the_documents(name: str) -> None:
     document = (ROOT / "benchmarks" / "results" / "papers.md").read_text()
     made: Reproduction = reproduction(name)(measured=False)
@@ -72,22 +76,35 @@ def test_plans_stand_in_the_documents_tables(name: str, section: str, shown: str
     figures = [each.replace(",", "") for each in re.findall(r"\d[\d,]*\.?\d*", text)]
     rounded = {(float(each), len(each.partition(".")[2])) for each in figures}
     tables = reproduction(name)(measured=False).tables
-    rows = [row for heading, rows in tables.items() for row in rows if re.search(shown, f"{row.label} {heading}")]
+    rows = [
+        row
+        for heading, rows in tables.items()
+        for row in rows
+        if re.search(shown, f"{row.label} {heading}")
+    ]
     compared = [row for row in rows if row.planned is not None]
     assert compared
     for row in compared:
-        assert any(round(row.planned, digits) == figure for figure, digits in rounded), (row.label, row.planned)
+        assert any(round(row.planned, digits) == figure for figure, digits in rounded), (
+            row.label,
+            row.planned,
+        )
 
 
 def test_every_name_is_listed_and_another_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert command() == 0
     output = capsys.readouterr().out
-    assert all(f"\n  {name} " in output for name in names()) and all(each.title in output for each in PAPERS.values())
+    assert all(f"\n  {name} " in output for name in names()) and all(
+        each.title in output for each in PAPERS.values()
+    )
     assert command("recomputation-table-9") == BAD_INPUT
-    assert capsys.readouterr().err.startswith("error: argument NAME: invalid choice: 'recomputation-table-9'")
+    assert capsys.readouterr().err.startswith(
+        "error: argument NAME: invalid choice: 'recomputation-table-9'"
+    )
     assert command("--plan-only") == BAD_INPUT
     assert capsys.readouterr().err == (
-        "error: NAME: required with --plan-only and --output; python -m benchmarks.papers lists the names\n"
+        "error: NAME: required with --plan-only and --output; python -m benchmarks.papers lists "
+        "the names\n"
     )
 
 
@@ -113,7 +130,9 @@ def test_a_layer_is_measured_on_ranks() -> None:
 
 
 def test_the_plan_follows_a_real_run_over_time() -> None:
-    """States, gradients, activations and the peaks before and in the update, of the first and second step, to 1 %."""
+    """States, gradients, activations and the peaks before and in the update, of the first and
+    second step, to 1 %.
+    """
     made: Reproduction = reproduction("memory-over-time")(measured=True)
     small = [rows for rows in made.tables.values() if rows[0].measured]
     assert len(small) == 2
@@ -121,5 +140,10 @@ def test_the_plan_follows_a_real_run_over_time() -> None:
         assert row.measured == pytest.approx(row.planned, rel=0.01), row.label
     for rows in small:
         first = {row.label: row.measured for row in rows if row.label.startswith("first step")}
-        before, after = (first[f"first step: optimizer states {when}"] for when in ("before the update", "after it"))
-        assert before is not None and after == pytest.approx(3 * before, rel=0.001), "the moments came with the update"
+        before, after = (
+            first[f"first step: optimizer states {when}"]
+            for when in ("before the update", "after it")
+        )
+        assert before is not None and after == pytest.approx(3 * before, rel=0.001), (
+            "the moments came with the update"
+        )

@@ -20,12 +20,16 @@ pytestmark = THOROUGH
 PAPERS = Path(__file__).resolve().parents[2] / "ds_configs" / "papers"
 
 
-def view(name: str, world: int, *changes: str, pipeline: int = 1, interleaving: int = 1) -> StageView:
+def view(
+    name: str, world: int, *changes: str, pipeline: int = 1, interleaving: int = 1
+) -> StageView:
     config = RunConfig.load(PAPERS / f"{name}.json", changes, world // pipeline)
     parallel = config.zero_tp.parallel
     model = model_size(config.hf_config(), parallel.tensor, parallel.sequence)
     workload = workload_of(config, cpu=False)
-    return StageView(model, workload, config.zero_stage, config.data_parallel, pipeline, interleaving)
+    return StageView(
+        model, workload, config.zero_stage, config.data_parallel, pipeline, interleaving
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,7 +47,9 @@ def view(name: str, world: int, *changes: str, pipeline: int = 1, interleaving: 
     ],
 )
 def test_sizes(name: str, world: int, sizes: tuple[int, int, int, int], billions: float) -> None:
-    """1.213 and 4.199 B to the last digit; the others' names are rounded, and for ZeRO's the sizes are ours."""
+    """1.213 and 4.199 B to the last digit; the others' names are rounded, and for ZeRO's the
+    sizes are ours.
+    """
     layers, hidden, vocabulary, positions = sizes
     whole = view(name, world).model.num_parameters
     assert whole == gpt_parameters(layers, hidden, vocabulary, positions)
@@ -55,7 +61,11 @@ def test_zeros_model_states_of_a_trillion_parameters() -> None:
     gigabytes = {16: (4750, 2875, 1000), 256: (4046.9, 2054.7, 62.5), 1024: (4011.7, 2013.7, 15.6)}
     for data, stages in gigabytes.items():
         for stage, published in enumerate(stages, start=1):
-            changes = (f"zero_optimization.stage={stage}", "train_batch_size=auto", "gradient_accumulation_steps=1")
+            changes = (
+                f"zero_optimization.stage={stage}",
+                "train_batch_size=auto",
+                "gradient_accumulation_steps=1",
+            )
             sizes = view("zero_1t", data, *changes).bytes()
             states = sum(sizes[kind] for kind in ("parameters", "gradients", "optimizer"))
             assert states / 1e9 == pytest.approx(published, rel=0.02)

@@ -21,14 +21,21 @@ def test_transformers_counts_the_same_parameters() -> None:
 
 def test_efficiencies_are_near_those_published() -> None:
     """Within 5 points, and the FLOP/s and the speed-up of 1.2 B within 7 %."""
-    rows = [row for table in megatron.scaling(measured=False).tables.values() for row in table if row.published]
+    rows = [
+        row
+        for table in megatron.scaling(measured=False).tables.values()
+        for row in table
+        if row.published
+    ]
     assert len(rows) == 6
     for row in rows:
         near = {"abs": 5} if row.unit == "%" else {"rel": 0.07}
         assert row.planned == pytest.approx(row.published, **near), row.label
 
 
-def test_every_tensor_size_learns_what_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tensor_size_learns_what_transformers_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(megatron_training, "STEPS", 24)
     *ours, (_, plain) = losses_by_tensor(tmp_path).items()
     assert [name for name, _ in ours] == ["TP 1", "TP 2", "TP 4"] and len(plain) == 24
@@ -45,7 +52,9 @@ def test_a_size_is_trained_and_asked(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert perplexity > 1 and 0 <= right <= 100
 
 
-def test_both_orders_of_layer_norm_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_orders_of_layer_norm_are_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(megatron_norms, "STEPS", 32)
     corpus, unigram = megatron_norms.corpus_in(tmp_path)
     for order in megatron_norms.ORDERS:

@@ -21,29 +21,44 @@ def rows_of(made: Reproduction) -> list[Row]:
 
 
 def test_deepspeed_allocates_a_little_more_than_the_formula() -> None:
-    """The formula is published; what ZeRO-1 reduces and what a partition reaches into come on top."""
+    """The formula is published; what ZeRO-1 reduces and what a partition reaches into come on
+    top.
+    """
     for row in rows_of(zero.model_states(measured=False)):
         assert row.planned is not None and row.formula is not None
         assert 0.999 * row.formula < row.planned < 1.08 * row.formula, row.label
-        assert row.published is None or row.formula == pytest.approx(row.published, rel=0.01), row.label
+        assert row.published is None or row.formula == pytest.approx(row.published, rel=0.01), (
+            row.label
+        )
 
 
 def test_a_higher_stage_and_more_devices_hold_a_larger_model() -> None:
     few, many = zero.largest_model(measured=False).tables.values()
     for table in (few, many):
         planned = [row.planned or 0 for row in table]
-        assert planned == sorted(planned) and all((row.planned or 0) < (row.formula or 0) for row in table)
-    assert [(a.planned or 0) < (b.planned or 0) for a, b in zip(few, many, strict=True)] == [False, True, True, True]
+        assert planned == sorted(planned) and all(
+            (row.planned or 0) < (row.formula or 0) for row in table
+        )
+    assert [(a.planned or 0) < (b.planned or 0) for a, b in zip(few, many, strict=True)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_residual_states_are_split_constant_and_whole() -> None:
-    """P_a leaves a t-th of a checkpoint, P_a+cpu what is on its way, C_B does not grow, and M_D leaves fewer gaps."""
+    """P_a leaves a t-th of a checkpoint, P_a+cpu what is on its way, C_B does not grow, and M_D
+    leaves fewer gaps.
+    """
     kept, buffers, printed, gaps = zero.residual(measured=False).tables.values()
     whole, split, host = ((row.planned or 0, row.formula or 0) for row in kept)
     layers = 36
     for column, leaving in ((0, MAX_COPIES_OUT), (1, 0)):
         checkpoint = (whole[column] - split[column]) / layers / (1 - 1 / 8)
-        assert (split[column] - host[column]) == pytest.approx((layers - leaving) * checkpoint / 8, rel=0.01)
+        assert (split[column] - host[column]) == pytest.approx(
+            (layers - leaving) * checkpoint / 8, rel=0.01
+        )
     assert len({row.planned for row in buffers}) == 1
     assert all(row.formula == pytest.approx(row.published, rel=0.04) for row in printed)
     found = {row.label: row.planned or 0 for row in gaps}
@@ -83,14 +98,18 @@ def test_measured_states_are_planned() -> None:
 WIDER = ("data_types.grad_accum_dtype=fp32", "gradient_accumulation_steps=2")
 
 
-@pytest.mark.parametrize("changes", [(zero.at_stage(1), *WIDER), (zero.at_stage(2),), (zero.at_stage(3), *WIDER)])
+@pytest.mark.parametrize(
+    "changes", [(zero.at_stage(1), *WIDER), (zero.at_stage(2),), (zero.at_stage(3), *WIDER)]
+)
 def test_both_steps_peaks_of_passes_and_update_are_planned(changes: tuple[str, ...]) -> None:
     """Of a new run's first step, in which the optimizer makes its moments, and of a later one."""
     config = small_config(2, *changes)
     real, plan = measured_steps(config).values(), planned_steps(config, cpu=True).values()
     for found, planned in zip(real, plan, strict=True):
         for phases in (("forward", "backward"), ("step",)):
-            most, expected = (max(one.total for one in each if one.phase in phases) for each in (found, planned))
+            most, expected = (
+                max(one.total for one in each if one.phase in phases) for each in (found, planned)
+            )
             assert expected == pytest.approx(most, rel=0.01), phases
 
 

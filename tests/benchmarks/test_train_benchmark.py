@@ -1,4 +1,6 @@
-"""The benchmark of training runs at a tiny size, and its contenders do the same work: their losses are the same."""
+"""The benchmark of training runs at a tiny size, and its contenders do the same work: their
+losses are the same.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from tests.support.launched import ROOT, run
 from tests.tiers import THOROUGH
 
 FEW = ["hf-1p", "ztp-1p", "ds-z2", "ztp-z2", "autotp", "ztp-sp-compiled"]
-OTHERS = ["hf-1p", "ztp-z1-1p", "ztp-z1", "ztp-z3", "ztp-tp", "ztp-sp", "ztp-1p-compiled", "ztp-z2-compiled"]
+OTHERS = [
+    "hf-1p",
+    "ztp-z1-1p",
+    "ztp-z1",
+    "ztp-z3",
+    "ztp-tp",
+    "ztp-sp",
+    "ztp-1p-compiled",
+    "ztp-z2-compiled",
+]
 
 
 @pytest.mark.timeout(1200)

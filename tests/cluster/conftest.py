@@ -1,4 +1,6 @@
-"""Fixtures: `rack`, two nodes that let each other in by ssh and share /srv, and `slurm`, the same under Slurm."""
+"""Fixtures: `rack`, two nodes that let each other in by ssh and share /srv, and `slurm`, the
+same under Slurm.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,12 @@ def none_left(slurm: Rack) -> Iterator[None]:
     """Every test ends without ranks on any node."""
     yield
     try:
-        wait_until(lambda: not any(node.pids("pretrain.py") for node in slurm.nodes), 30, "processes are left", 0.2)
+        wait_until(
+            lambda: not any(node.pids("pretrain.py") for node in slurm.nodes),
+            30,
+            "processes are left",
+            0.2,
+        )
     finally:
         slurm.nodes[0].run("scancel", "--user=root", "--signal=KILL", variables=VARIABLES)
         for node in slurm.nodes:

@@ -1,9 +1,10 @@
 """Nodes of a cluster are namespaces on this machine.
 
-A rack is a network with a bridge, in a namespace of its own: the machine's own network is never touched. A node is
-joined to the bridge and has its own address, host name, processes, `/tmp`, `/run` and `/root`; `/srv` is the
-directory that nodes share. All of it, processes, networks and files in memory, is gone when the first process of the
-rack's PID namespace is, and the kernel ends that one with the process that made it, however that ends.
+A rack is a network with a bridge, in a namespace of its own: the machine's own network is never
+touched. A node is joined to the bridge and has its own address, host name, processes, `/tmp`,
+`/run` and `/root`; `/srv` is the directory that nodes share. All of it, processes, networks and
+files in memory, is gone when the first process of the rack's PID namespace is, and the kernel ends
+that one with the process that made it, however that ends.
 """
 
 from __future__ import annotations
@@ -27,7 +28,20 @@ from tests.support.waits import patience, wait_until
 from zero_tp.run.process.node import die_with
 
 SHARED = Path("/srv")
-TOOLS = ["ip", "unshare", "nsenter", "ps", "ssh", "sshd", "pdsh", "slurmctld", "slurmd", "srun", "munged", "sshfs"]
+TOOLS = [
+    "ip",
+    "unshare",
+    "nsenter",
+    "ps",
+    "ssh",
+    "sshd",
+    "pdsh",
+    "slurmctld",
+    "slurmd",
+    "srun",
+    "munged",
+    "sshfs",
+]
 NETWORK = "10.77.0"
 
 # The kernel reaps what such a first process inherits, as it ignores SIGCHLD.
@@ -37,15 +51,26 @@ _SPACES = ("--net", "--mount", "--pid", "--fork", "--kill-child=KILL", "--mount-
 
 def require() -> None:
     """Fail unless this process may create nodes and has their tools."""
-    missing = [tool for tool in TOOLS if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
+    missing = [
+        tool
+        for tool in TOOLS
+        if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None
+    ]
     if missing:
-        pytest.fail(f"{', '.join(missing)} not found: install what tests/cluster/packages.txt lists", pytrace=False)
+        pytest.fail(
+            f"{', '.join(missing)} not found: install what tests/cluster/packages.txt lists",
+            pytrace=False,
+        )
     if os.geteuid():
-        pytest.fail("the tests of a cluster make network namespaces, which takes root", pytrace=False)
+        pytest.fail(
+            "the tests of a cluster make network namespaces, which takes root", pytrace=False
+        )
 
 
 def _mount_own(directory: str, content: str) -> str:
-    """Return shell lines that replace a directory by `content`, in which the project and Python stay visible."""
+    """Return shell lines that replace a directory by `content`, in which the project and Python
+    stay visible.
+    """
     lines = [f"mkdir -p {content}"]
     for path in (ROOT, Path(sys.prefix), Path(sys.base_prefix)):
         if path.is_relative_to(directory):
@@ -57,14 +82,18 @@ def _mount_own(directory: str, content: str) -> str:
 class Space:
     """A space has namespaces of its own, for as long as its first process lives."""
 
-    def __init__(self, words: Sequence[str], first: str, preexec: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, words: Sequence[str], first: str, preexec: Callable[[], None] | None = None
+    ) -> None:
         self.starter = subprocess.Popen([*words, "bash", "-euc", first], preexec_fn=preexec)
         self.pid = 0
 
         def ready() -> bool:
             assert self.starter.poll() is None, "the namespaces could not be made"
             for each in psutil.Process(self.starter.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):  # a command of `first` that has ended
+                with contextlib.suppress(
+                    psutil.NoSuchProcess
+                ):  # a command of `first` that has ended
                     self.pid = each.pid if each.name() == "sleep" else self.pid
             return self.pid > 0
 
@@ -75,7 +104,9 @@ class Space:
         return ["nsenter", f"--target={self.pid}", "--net", "--mount", "--pid", *more]
 
     def shell(self, script: str) -> str:
-        done = subprocess.run([*self.enter(), "bash", "-euc", script], capture_output=True, text=True)
+        done = subprocess.run(
+            [*self.enter(), "bash", "-euc", script], capture_output=True, text=True
+        )
         assert done.returncode == 0, f"{script}\n{done.stderr}"
         return done.stdout
 
@@ -90,7 +121,9 @@ class Node(Space):
     def __init__(self, rack: Rack, number: int) -> None:
         self.name, self.address = f"node{number}", f"{NETWORK}.{number}"
         home = f"/mnt/{self.name}"
-        own = [_mount_own(directory, f"{home}{directory}") for directory in ("/tmp", "/run", "/root")]
+        own = [
+            _mount_own(directory, f"{home}{directory}") for directory in ("/tmp", "/run", "/root")
+        ]
         first = "\n".join(
             [
                 f"hostname {self.name}",
@@ -128,16 +161,26 @@ class Node(Space):
         )
 
     def run(
-        self, *words: str, limit: float = 120, directory: Path = SHARED, variables: Mapping[str, str] | None = None
+        self,
+        *words: str,
+        limit: float = 120,
+        directory: Path = SHARED,
+        variables: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on the node; its stdout has stderr too. `limit`: seconds of an idle machine."""
-        process = self.start(*words, directory=directory, variables=variables, output=subprocess.PIPE)
+        """Run a command on the node; its stdout has stderr too. `limit`: seconds of an idle
+        machine.
+        """
+        process = self.start(
+            *words, directory=directory, variables=variables, output=subprocess.PIPE
+        )
         try:
             output, _ = process.communicate(timeout=patience(limit))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
-            raise AssertionError(f"{' '.join(words)} on {self.name} took more than {limit} s:\n{output}") from None
+            raise AssertionError(
+                f"{' '.join(words)} on {self.name} took more than {limit} s:\n{output}"
+            ) from None
         return subprocess.CompletedProcess(words, process.returncode, output)
 
     def seen(self, path: Path) -> Path:
@@ -157,7 +200,7 @@ class Node(Space):
         """Return the node's own numbers of its processes whose command lines contain `pattern`."""
         return [int(word) for word in self.run("pgrep", "-f", pattern).stdout.split()]
 
-    # --- what runs on it ----------------------------------------------------------------------------------------------
+    # --- what runs on it --------------------------------------------------------------------------
 
     def serve_ssh(self) -> None:
         """Start an sshd; nodes whose homes have the rack's key let each other in."""
@@ -171,13 +214,17 @@ class Node(Space):
             printf '%s\\n' 'HostKey /run/sshd/host' 'PidFile /run/sshd/pid' 'UsePAM no' 'PermitRootLogin yes' \
                 'ListenAddress {self.address}' 'Subsystem sftp internal-sftp' 'StrictModes no' > /run/sshd/config
             /usr/sbin/sshd -f /run/sshd/config
-            """
+            """  # noqa: E501
         )
 
     def mount_late(self, server: Node, directory: Path) -> None:
-        """Mount a directory of another node, with views that are up to 60 s old and without common locks."""
+        """Mount a directory of another node, with views that are up to 60 s old and without
+        common locks.
+        """
         late = ",".join(f"{name}_timeout=60" for name in ("attr", "entry", "negative", "dcache"))
-        self.shell(f"sshfs {server.name}:{directory} {directory} -o {late} </dev/null >/dev/null 2>&1")
+        self.shell(
+            f"sshfs {server.name}:{directory} {directory} -o {late} </dev/null >/dev/null 2>&1"
+        )
 
     def unmount(self, directory: Path) -> None:
         self.shell(f"umount -l {directory}")
@@ -189,7 +236,9 @@ class Rack(Space):
     def __init__(self, nodes: int) -> None:
         require()
         super().__init__(["unshare", *_SPACES], _FIRST, partial(die_with, psutil.Process()))
-        hosts = "\n".join(["127.0.0.1 localhost", *(f"{NETWORK}.{n} node{n}" for n in range(1, nodes + 1))])
+        hosts = "\n".join(
+            ["127.0.0.1 localhost", *(f"{NETWORK}.{n} node{n}" for n in range(1, nodes + 1))]
+        )
         self.shell(
             f"""
             mount -t tmpfs -o mode=755 rack /mnt
@@ -202,7 +251,8 @@ class Rack(Space):
 
     def join(self, node: Node) -> None:
         """Join a node to the bridge by a pair of network devices: `eth0` there, its name here."""
-        # `ip` runs among this machine's processes, where the node's number is known, and in the rack's network.
+        # `ip` runs among this machine's processes, where the node's number is known, and in the
+        # rack's network.
         words = ["nsenter", f"--target={self.pid}", "--net", "--"]
         for command in (
             f"ip link add {node.name} type veth peer name eth0 netns {node.pid}",

@@ -18,7 +18,11 @@ LONG += ["--set", "zero_tp.checkpoint.interval=null", "--set", "zero_tp.evaluati
 
 def losses(run: Path) -> list[tuple[int, float, float]]:
     """Return (step, loss, norm of the gradients) of each logged step."""
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in metrics_of(run) if "loss" in line]
+    return [
+        (line["step"], line["loss"], line["grad_norm"])
+        for line in metrics_of(run)
+        if "loss" in line
+    ]
 
 
 def steps(run: Path) -> int:
@@ -30,13 +34,20 @@ def steps(run: Path) -> int:
 
 def trained(launch: Launch, run: Path) -> Launch:
     """Wait for two steps."""
-    wait_until(lambda: steps(run) >= 2 or launch.processes[0].poll() is not None, 120, "it did not train", 0.1)
+    wait_until(
+        lambda: steps(run) >= 2 or launch.processes[0].poll() is not None,
+        120,
+        "it did not train",
+        0.1,
+    )
     assert launch.processes[0].poll() is None, launch.output()
     return launch
 
 
 def process_of(rank: int, node: Node) -> psutil.Process:
-    """Return the process of a rank: its first words are Python's and the script's, and it was not forked by a rank."""
+    """Return the process of a rank: its first words are Python's and the script's, and it was
+    not forked by a rank.
+    """
     processes = []
     for process in node.processes():
         with contextlib.suppress(psutil.Error):  # it has ended
@@ -48,19 +59,30 @@ def process_of(rank: int, node: Node) -> psutil.Process:
 
 
 def kill_all(node: Node, *more: str) -> None:
-    """Kill a node's launcher and ranks, and the processes called `more`; the kernel closes their connections."""
+    """Kill a node's launcher and ranks, and the processes called `more`; the kernel closes their
+    connections.
+    """
     killed = True
     while killed:  # a launcher may have started one meanwhile
         killed = False
         for process in node.processes():
             with contextlib.suppress(psutil.Error):  # it has ended
-                if any(word.endswith("launch/pretrain.py") for word in process.cmdline()) or process.name() in more:
+                if (
+                    any(word.endswith("launch/pretrain.py") for word in process.cmdline())
+                    or process.name() in more
+                ):
                     process.kill()
                     killed = True
 
 
 def check_printed_once(ended: Ended, text: str) -> None:
-    """Check that one rank has printed the text. srun prints the statuses of each machine by errors of its own."""
-    lines = [line for line in ended.output.splitlines() if text in line and not line.startswith("srun: error: node")]
+    """Check that one rank has printed the text. srun prints the statuses of each machine by
+    errors of its own.
+    """
+    lines = [
+        line
+        for line in ended.output.splitlines()
+        if text in line and not line.startswith("srun: error: node")
+    ]
     assert len(lines) == 1, ended.output
     assert "Traceback (most recent call last)" not in lines[0]

@@ -38,7 +38,10 @@ def serve(node: Node) -> None:
 def start(rack: Rack) -> None:
     """Start munge and Slurm on every node, and wait until it takes jobs."""
     lines = [f"{key}={value}" for key, value in SETTINGS.items()]
-    lines += [f"NodeName={node.name} NodeAddr={node.address} CPUs=4 RealMemory=4000" for node in rack.nodes]
+    lines += [
+        f"NodeName={node.name} NodeAddr={node.address} CPUs=4 RealMemory=4000"
+        for node in rack.nodes
+    ]
     lines += ["PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP"]
     rack.shell("head -c 64 /dev/urandom > /mnt/munge.key; chmod 600 /mnt/munge.key")
     for node in rack.nodes:

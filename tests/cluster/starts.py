@@ -21,7 +21,9 @@ HOSTFILE = f"{SHARED}/hostfile"
 
 
 class Ended(NamedTuple):
-    """A launch has ended: the exit status of each command that started it, and what they printed."""
+    """A launch has ended: the exit status of each command that started it, and what they
+    printed.
+    """
 
     statuses: list[int]
     output: str
@@ -68,7 +70,9 @@ class Launch:
 Start = Callable[..., Launch]
 
 
-def alone(rack: Rack, *words: str, node: int = 0, variables: dict[str, str] | None = None) -> Launch:
+def alone(
+    rack: Rack, *words: str, node: int = 0, variables: dict[str, str] | None = None
+) -> Launch:
     """Four ranks on one machine."""
     runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "4"]
     command = [*runner, "--master_port", str(free_port()), SCRIPT, *words]
@@ -88,27 +92,61 @@ def no_ssh(rack: Rack, *words: str) -> Launch:
 
 
 def torchrun(rack: Rack, *words: str, program: str = SCRIPT) -> Launch:
-    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2"]
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc_per_node",
+        "2",
+    ]
     start += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"node1:{free_port()}", "--rdzv_id", "1"]
     start += ["--rdzv_conf", "join_timeout=60,read_timeout=60"]
     return Launch(rack, [[*start, program, *words]] * 2)
 
 
 def agent(rack: Rack, number: int, port: int, *words: str) -> Launch:
-    """torchrun's elastic agent of two ranks on one of one or two machines, as docs/training.md has it."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "2"]
+    """torchrun's elastic agent of two ranks on one of one or two machines, as docs/training.md
+    has it.
+    """
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "1:2",
+        "--nproc_per_node",
+        "2",
+    ]
     start += ["--max-restarts", "3", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"node1:{port}"]
-    start += ["--rdzv_id", "1", "--rdzv_conf", "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=5"]
+    start += [
+        "--rdzv_id",
+        "1",
+        "--rdzv_conf",
+        "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=5",
+    ]
     variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return Launch(rack, [[*start, SCRIPT, *words]], variables, [rack.nodes[number]])
 
 
 def accelerate(rack: Rack, *words: str) -> Launch:
-    """`--multi_gpu` is accelerate's name for torchrun: without it ranks on CPUs are started by mpirun alone."""
-    start = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "2"]
+    """`--multi_gpu` is accelerate's name for torchrun: without it ranks on CPUs are started by
+    mpirun alone.
+    """
+    start = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_machines",
+        "2",
+    ]
     start += ["--num_processes", "4", "--mixed_precision", "no", "--dynamo_backend", "no"]
     start += ["--main_process_ip", "node1", "--main_process_port", str(free_port())]
-    return Launch(rack, [[*start, "--machine_rank", str(number), SCRIPT, *words] for number in range(2)])
+    return Launch(
+        rack, [[*start, "--machine_rank", str(number), SCRIPT, *words] for number in range(2)]
+    )
 
 
 def srun(rack: Rack, *words: str, options: Sequence[str] = (), program: str = SCRIPT) -> Launch:
@@ -121,7 +159,15 @@ def sbatch(rack: Rack, *words: str, options: Sequence[str] = ()) -> Launch:
     """Submit the shipped batch script; the launch's output is the job's."""
     file = f"{SHARED}/job.out"
     rack.nodes[0].seen(Path(file)).unlink(missing_ok=True)
-    start = ["sbatch", "--wait", "--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", f"--output={file}", *options]
+    start = [
+        "sbatch",
+        "--wait",
+        "--nodes=2",
+        "--ntasks-per-node=2",
+        "--gpus-per-node=0",
+        f"--output={file}",
+        *options,
+    ]
     follow = f'cd {SHARED}; "$@"; status=$?; cat {file}; exit $status'
     words = (*start, f"--chdir={SHARED}", f"{SHARED}/slurm.sbatch", *words)
     return Launch(rack, [["bash", "-c", follow, "-", *words]], VARIABLES)
@@ -138,9 +184,13 @@ STARTS: dict[str, Start] = {
 
 
 def workplace(rack: Rack) -> Path:
-    """Put corpus, config, hostfile and the repository's launch/ into the shared directory → the directory from here."""
+    """Put corpus, config, hostfile and the repository's launch/ into the shared directory → the
+    directory from here.
+    """
     directory = rack.nodes[0].seen(SHARED)
-    with tempfile.TemporaryDirectory() as made:  # a process outside can't work in the directory of a namespace
+    with (
+        tempfile.TemporaryDirectory() as made
+    ):  # a process outside can't work in the directory of a namespace
         shutil.copytree(furnish(Path(made)), directory, symlinks=True, dirs_exist_ok=True)
     (directory / "launch").symlink_to(ROOT / "launch")
     (directory / "slurm.sbatch").write_bytes((ROOT / "launch/slurm.sbatch").read_bytes())

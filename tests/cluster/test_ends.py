@@ -52,7 +52,9 @@ def test_a_corpus_that_one_machine_lacks_is_printed_with_its_name(
         ("exception", "rank 1 (node1): ArithmeticError: the loss is not finite at step 10"),
     ],
 )
-def test_wrong_input_or_an_error_of_one_rank_ends_all_machines(case: str, line: str, start: Start, slurm: Rack) -> None:
+def test_wrong_input_or_an_error_of_one_rank_ends_all_machines(
+    case: str, line: str, start: Start, slurm: Rack
+) -> None:
     ended = start(slurm, "--case", case, program=PROMISE_RANK).ended(90)
     assert 0 not in ended.statuses
     check_printed_once(ended, line)
@@ -60,7 +62,9 @@ def test_wrong_input_or_an_error_of_one_rank_ends_all_machines(case: str, line: 
 
 @by_every_launcher
 @pytest.mark.parametrize("killed", [0, 3])
-def test_a_rank_that_is_killed_is_named(killed: int, name: str, slurm: Rack, workplace: Path) -> None:
+def test_a_rank_that_is_killed_is_named(
+    killed: int, name: str, slurm: Rack, workplace: Path
+) -> None:
     run = f"runs/killed_{killed}_{ENDED.index(name)}"
     launch = trained(STARTS[name](slurm, *LONG, "--output-dir", run), workplace / run)
     process_of(killed, slurm.nodes[killed // 2]).kill()
@@ -71,7 +75,9 @@ def test_a_rank_that_is_killed_is_named(killed: int, name: str, slurm: Rack, wor
 
 @by_every_launcher
 def test_ranks_end_with_their_launcher(name: str, slurm: Rack, workplace: Path) -> None:
-    """The process above the ranks: DeepSpeed's launch.py, torchrun's agent, or Slurm's slurmstepd."""
+    """The process above the ranks: DeepSpeed's launch.py, torchrun's agent, or Slurm's
+    slurmstepd.
+    """
     run = f"runs/launcher_{ENDED.index(name)}"
     trained(STARTS[name](slurm, *LONG, "--output-dir", run), workplace / run)
     ranks = [process_of(rank, slurm.nodes[rank // 2]) for rank in range(4)]
@@ -91,7 +97,9 @@ def test_a_signal_or_a_time_limit_saves_on_all(by: str, slurm: Rack, workplace: 
         launch = trained(srun(slurm, *words), workplace / run)
         slurm.nodes[0].shell(f"kill -TERM $(cat {SHARED}/{run}/rank0.pid)")
     else:
-        launch = trained(sbatch(slurm, *words, options=["--time=2", "--signal=TERM@30"]), workplace / run)
+        launch = trained(
+            sbatch(slurm, *words, options=["--time=2", "--signal=TERM@30"]), workplace / run
+        )
     ended = launch.ended()
     assert by != "SIGTERM" or ended.statuses == [0], ended.output
     check_printed_once(ended, "stopped after step")

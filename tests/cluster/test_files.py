@@ -26,7 +26,9 @@ def late(rack: Rack) -> Iterator[Rack]:
         rack.nodes[1].unmount(SHARED)
 
 
-def test_a_launch_on_another_machine_takes_the_run_over_and_the_first_one_ends(late: Rack, workplace: Path) -> None:
+def test_a_launch_on_another_machine_takes_the_run_over_and_the_first_one_ends(
+    late: Rack, workplace: Path
+) -> None:
     first, second = late.nodes
     run = "runs/twice"
     words = [*LONG, "--set", "zero_tp.checkpoint.interval=5", "--output-dir", run]

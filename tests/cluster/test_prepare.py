@@ -25,7 +25,14 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 EXECUTOR = {"partition": "all", "time": "1:00:00", "mem_per_cpu_gb": 1}
 
 
-SCRIPT = [sys.executable, str(ROOT / "launch/prepare_cluster.py"), "--tasks", "3", "--validation-fraction", "0.1"]
+SCRIPT = [
+    sys.executable,
+    str(ROOT / "launch/prepare_cluster.py"),
+    "--tasks",
+    "3",
+    "--validation-fraction",
+    "0.1",
+]
 
 
 def prepare_here(folder: Path, deduplicate: bool) -> tuple[list[Path], Path, list[str]]:
@@ -36,7 +43,9 @@ def prepare_here(folder: Path, deduplicate: bool) -> tuple[list[Path], Path, lis
     """
     texts = texts_of(random.Random(1), 200)
     inputs = [write_jsonl(folder / f"{i}.jsonl", texts[i::4]) for i in range(4)]
-    tokenizer = prepare(inputs[:1], folder / "first", PrepareSettings("bpe:300")).output / "tokenizer"
+    tokenizer = (
+        prepare(inputs[:1], folder / "first", PrepareSettings("bpe:300")).output / "tokenizer"
+    )
     script = [*SCRIPT, *(("--min-tokens", "5") if deduplicate else ("--no-deduplicate",))]
     if deduplicate:
         run_here(script, inputs, tokenizer, folder / "one")
@@ -45,9 +54,22 @@ def prepare_here(folder: Path, deduplicate: bool) -> tuple[list[Path], Path, lis
     return inputs, tokenizer, script
 
 
-def run_here(script: list[str], inputs: list[Path], tokenizer: Path, output: Path, *more: str) -> None:
-    words = [*script, "--input", *map(str, inputs), "--tokenizer", str(tokenizer), "--output", str(output), *more]
-    subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
+def run_here(
+    script: list[str], inputs: list[Path], tokenizer: Path, output: Path, *more: str
+) -> None:
+    words = [
+        *script,
+        "--input",
+        *map(str, inputs),
+        "--tokenizer",
+        str(tokenizer),
+        "--output",
+        str(output),
+        *more,
+    ]
+    subprocess.run(
+        words, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True
+    )
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])
@@ -69,7 +91,14 @@ def test_slurm_jobs_write_the_bytes_of_this_machine(
         shutil.copy(path, folder)
     shutil.copytree(tokenizer, folder / "tokenizer")
     seen = f"{SHARED}/{folder.name}"
-    words = ["--input", f"{seen}/*.jsonl", "--tokenizer", f"{seen}/tokenizer", "--output", f"{seen}/out"]
+    words = [
+        "--input",
+        f"{seen}/*.jsonl",
+        "--tokenizer",
+        f"{seen}/tokenizer",
+        "--output",
+        f"{seen}/out",
+    ]
     words += ["--executor", "slurm", "--executor-arguments", json.dumps(EXECUTOR)]
     queued = first.run(*script, *words, variables=VARIABLES)
     assert queued.returncode == 0 and "queued" in queued.stdout, queued.stdout

@@ -1,4 +1,6 @@
-"""Two machines of two ranks train what one machine of four does, bit for bit, whichever launcher starts which steps."""
+"""Two machines of two ranks train what one machine of four does, bit for bit, whichever launcher
+starts which steps.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,16 @@ ACROSS = partial(srun, options=["--distribution=cyclic"])
 """Neighbouring ranks on different machines: TP of 2 crosses them."""
 
 CHAINS: dict[str, tuple[int, int, list[Start]]] = {
-    "TP inside, ZeRO-1": (2, 1, [STARTS[name] for name in ("deepspeed, pdsh", "torchrun", "srun", "accelerate")]),
-    "TP inside and across, ZeRO-3": (2, 3, [STARTS["deepspeed, no ssh"], ACROSS, STARTS["sbatch"], STARTS["torchrun"]]),
+    "TP inside, ZeRO-1": (
+        2,
+        1,
+        [STARTS[name] for name in ("deepspeed, pdsh", "torchrun", "srun", "accelerate")],
+    ),
+    "TP inside and across, ZeRO-3": (
+        2,
+        3,
+        [STARTS["deepspeed, no ssh"], ACROSS, STARTS["sbatch"], STARTS["torchrun"]],
+    ),
     "TP across, ZeRO-1": (4, 1, [STARTS["accelerate"], STARTS["deepspeed, pdsh"]]),
 }
 
@@ -34,7 +44,9 @@ def test_launchers_go_on_with_each_others_runs(chain: str, slurm: Rack, workplac
     assert reference.statuses == [0], reference.output
     for number, start in enumerate(starts, 1):
         done = STEPS * number // len(starts)
-        ended = start(slurm, *settings, f"runs/{name}", "--set", f"zero_tp.training.steps={done}").ended()
+        ended = start(
+            slurm, *settings, f"runs/{name}", "--set", f"zero_tp.training.steps={done}"
+        ).ended()
         assert set(ended.statuses) == {0}, ended.output
         assert f"saved runs/{name}/checkpoints/step_{done:08d}" in ended.output, ended.output
         assert number == 1 or "resuming step" in ended.output

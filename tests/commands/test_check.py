@@ -24,8 +24,16 @@ from zero_tp.data.indexed import IndexedWriter
 from zero_tp.run.config import ConfigError, RunConfig
 
 TUTORIAL: dict[str, Any] = {
-    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+    },
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
     "scheduler": {
         "type": "WarmupLR",
         "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
@@ -75,7 +83,9 @@ def test_a_pasted_tutorial_has_one_line_for_each_mistake(tmp_path: Path) -> None
     ]
     done = check(written(tmp_path, TUTORIAL))
     assert (done.returncode, done.stdout) == (2, "")
-    assert [line.split(": ")[:2] for line in done.stderr.splitlines()] == [["error", key] for key in keys]
+    assert [line.split(": ")[:2] for line in done.stderr.splitlines()] == [
+        ["error", key] for key in keys
+    ]
 
 
 def test_keys_of_all_blocks_are_reported_together(tmp_path: Path) -> None:
@@ -90,17 +100,27 @@ def test_keys_of_all_blocks_are_reported_together(tmp_path: Path) -> None:
     config["zero_tp"]["model"]["attn_implementation"] = "eager"
     assert set(errors(tmp_path, config)) == {
         *("zero_optimization.stage", "zero_optimization.round_robin_gradients"),
-        *("zero_optimization.elastic_checkpoint", "optimizer.params.learning_rate", "optimizer.params.lr"),
+        *(
+            "zero_optimization.elastic_checkpoint",
+            "optimizer.params.learning_rate",
+            "optimizer.params.lr",
+        ),
         *("scheduler.params.total_steps", "scheduler.params.total_num_steps", "tensor_parallel"),
         *("train_batch_size", "zero_tp.training.step", "zero_tp.model.attn_implementation"),
     }
 
 
 def test_an_auto_is_no_missing_key(tmp_path: Path) -> None:
-    """A schedule's length may be "auto" where it is required, and its warm-up where the default would be too long."""
-    config = changed(scheduler__params={"warmup_num_steps": "auto", "total_num_steps": 500}, nonsense=1)
+    """A schedule's length may be "auto" where it is required, and its warm-up where the default
+    would be too long.
+    """
+    config = changed(
+        scheduler__params={"warmup_num_steps": "auto", "total_num_steps": 500}, nonsense=1
+    )
     assert errors(tmp_path, config) == ["nonsense"]
-    config = changed(scheduler__params={"warmup_num_steps": 10, "total_num_steps": "auto"}, nonsense=1)
+    config = changed(
+        scheduler__params={"warmup_num_steps": 10, "total_num_steps": "auto"}, nonsense=1
+    )
     assert errors(tmp_path, config) == ["nonsense"]
 
 
@@ -119,10 +139,15 @@ def test_combinations_and_sums_are_reported_together(tmp_path: Path) -> None:
 
 def test_the_sums_of_model_and_batch_are_reported_together(tmp_path: Path) -> None:
     config = changed(zero_tp__data__sequence_length=999, train_batch_size=64)
-    assert errors(tmp_path, config, world_size=4) == ["train_batch_size", "zero_tp.data.sequence_length"]
+    assert errors(tmp_path, config, world_size=4) == [
+        "train_batch_size",
+        "zero_tp.data.sequence_length",
+    ]
 
 
-def test_nothing_is_fetched_for_a_wrong_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_fetched_for_a_wrong_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[object] = []
 
     def snapshot(*words: object, **_: object) -> Path:
@@ -143,17 +168,22 @@ def checked(path: Path, *words: str) -> int:
         return command.main(parser.parse_args([str(path), *words]))
 
 
-def test_a_right_config_without_its_corpora_ends_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_right_config_without_its_corpora_ends_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine").mkdir()
     with IndexedWriter(tmp_path / "mine" / "train", 512) as corpus:
         corpus.add_documents([1, 2, 3] * 200, [600])
-    path = written(tmp_path, changed(zero_tp__data__train="mine", zero_tp__data__validation="mine/train"))
+    path = written(
+        tmp_path, changed(zero_tp__data__train="mine", zero_tp__data__validation="mine/train")
+    )
     done = check(path, "--world-size", "4")
     assert (done.returncode, done.stderr) == (1, "")
     lines = done.stdout.splitlines()
     assert lines[0] == f"config     {path} is valid, but these are missing: mine.bin, mine.idx"
     assert lines[-2:] == [
-        f"not here   mine.{ending}, which a run needs; did you mean mine/train?" for ending in ("bin", "idx")
+        f"not here   mine.{ending}, which a run needs; did you mean mine/train?"
+        for ending in ("bin", "idx")
     ]
     assert checked(path, "--world-size", "4", "--set", "zero_tp.data.train=mine/train") == 0
     text = capsys.readouterr().out
@@ -172,13 +202,19 @@ def test_a_right_config_without_its_corpora_ends_with_1(tmp_path: Path, capsys: 
 def test_a_check_says_that_an_export_will_lack_its_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers 5 opens qwen2's tokenizers with its own class, unless the export's settings prevent it."""
+    """transformers 5 opens qwen2's tokenizers with its own class, unless the export's settings
+    prevent it.
+    """
     output = run(tmp_path, "data").output
     fields = tiny_fields("qwen2", 512)
-    config = changed(zero_tp__model=fields, zero_tp__data={"train": str(output / "train"), "sequence_length": 8})
+    config = changed(
+        zero_tp__model=fields, zero_tp__data={"train": str(output / "train"), "sequence_length": 8}
+    )
     parser = cli.Parser("check")
     command.add_arguments(parser)
-    options = parser.parse_args([str(written(tmp_path, config)), "--output-dir", str(tmp_path / "run")])
+    options = parser.parse_args(
+        [str(written(tmp_path, config)), "--output-dir", str(tmp_path / "run")]
+    )
     for forms in (tokenizer_files._FORMS, ()):
         monkeypatch.setattr(tokenizer_files, "_FORMS", forms)
         assert command.main(options) == 0
@@ -199,25 +235,38 @@ def test_the_description_shows_the_sums(tmp_path: Path) -> None:
     assert "4 = tensor 1 × data 4\n" in describe(alone, tmp_path)
 
 
-def test_the_description_says_how_large_the_model_is_and_where_its_weights_come_from(tmp_path: Path) -> None:
+def test_the_description_says_how_large_the_model_is_and_where_its_weights_come_from(
+    tmp_path: Path,
+) -> None:
     path = written(tmp_path, RIGHT)
     config = RunConfig.load(path, world_size=4)
-    count = 512 * 64 + 128 * 64 + 2 * (12 * 64**2 + 13 * 64) + 2 * 64  # embeddings, two layers, the last norm
+    count = (
+        512 * 64 + 128 * 64 + 2 * (12 * 64**2 + 13 * 64) + 2 * 64
+    )  # embeddings, two layers, the last norm
     assert f"vocabulary 512: {count:,} parameters\n" in describe(config, tmp_path)
     # ZeRO-2 in bf16 on 2 replicas of 2 TP ranks: 2Ψ + 14Ψ/2 bytes
     total = re.search(r"^memory +([\d.]+) GiB a rank", describe(config, tmp_path), re.MULTILINE)
     assert total is not None and float(total[1]) == pytest.approx(9 * count / 2 / 2**30, rel=0.01)
     assert "weights    drawn from the seed 1234\n" in describe(config, tmp_path)
-    assert "weights    of runs/other, with its moments\n" in describe(config, tmp_path, parent=Path("runs/other"))
+    assert "weights    of runs/other, with its moments\n" in describe(
+        config, tmp_path, parent=Path("runs/other")
+    )
     (tmp_path / "checkpoints" / "step_00000050").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_00000050" / "manifest.json").touch()
-    assert f"weights    of {tmp_path}, which the run resumes from step 50\n" in describe(config, tmp_path)
+    assert f"weights    of {tmp_path}, which the run resumes from step 50\n" in describe(
+        config, tmp_path
+    )
 
 
 def test_a_bare_model_type_is_noted(tmp_path: Path) -> None:
-    noted = "zero_tp.model.model_type: no size is written, so that all are the defaults of transformers' class"
+    noted = (
+        "zero_tp.model.model_type: no size is written, so that all are the defaults of "
+        "transformers' class"
+    )
     bare = RunConfig.load(
-        written(tmp_path, changed(zero_tp__model={"model_type": "llama", "tie_word_embeddings": True}))
+        written(
+            tmp_path, changed(zero_tp__model={"model_type": "llama", "tie_word_embeddings": True})
+        )
     )
     assert bare.cautions() == [noted]
     assert RunConfig.load(written(tmp_path, RIGHT)).cautions() == []
@@ -231,6 +280,11 @@ def test_a_dtype_that_this_machine_does_not_compute_in_is_refused(
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
     parser = cli.Parser("check")
     command.add_arguments(parser)
-    options = parser.parse_args([str(written(tmp_path, changed(bf16__enabled=False, fp16__enabled=True)))])
-    with pytest.raises(ConfigError, match=r"^fp16.enabled: the accelerator .* \(cpu\) does not support fp16; use bf16"):
+    options = parser.parse_args(
+        [str(written(tmp_path, changed(bf16__enabled=False, fp16__enabled=True)))]
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"^fp16.enabled: the accelerator .* \(cpu\) does not support fp16; use bf16",
+    ):
         command.main(options)

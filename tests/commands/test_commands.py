@@ -1,4 +1,6 @@
-"""The commands of zero-tp, and what the package offers: lazy names, configs by name, the shells' completion."""
+"""The commands of zero-tp, and what the package offers: lazy names, configs by name, the shells'
+completion.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,18 @@ def test_the_table_the_modules_and_the_scripts_are_the_same_commands() -> None:
     for name, script in SCRIPTS.items():
         assert f'start("{name}")' in (ROOT / script).read_text()
     started = re.compile(r"from zero_tp\.commands import start")
-    thin = {path for path in [*ROOT.glob("launch/*.py"), *ROOT.glob("eval/*.py")] if started.search(path.read_text())}
+    thin = {
+        path
+        for path in [*ROOT.glob("launch/*.py"), *ROOT.glob("eval/*.py")]
+        if started.search(path.read_text())
+    }
     assert thin == {ROOT / script for script in SCRIPTS.values()}
 
 
 def test_importing_the_package_imports_no_library() -> None:
-    """They take seconds: the names are there all the same, and the shells' completion waits for none of them."""
+    """They take seconds: the names are there all the same, and the shells' completion waits for
+    none of them.
+    """
     code = "import sys, zero_tp; print(*sys.modules); assert 'plan' in dir(zero_tp)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {name.split(".")[0] for name in done.stdout.split()} & HEAVY
@@ -60,13 +68,17 @@ def test_the_public_names_are_what_they_say() -> None:
     assert all(value.__name__ == name for name, value in public.items())
     assert {name for name, value in public.items() if not isinstance(value, type)} == functions
     assert public["plan"] is zero_tp.tools.planning.plan.plan
-    assert {name: getattr(zero_tp.data, name) for name in zero_tp.data.__all__}.items() <= public.items()
+    assert {
+        name: getattr(zero_tp.data, name) for name in zero_tp.data.__all__
+    }.items() <= public.items()
     with pytest.raises(AttributeError, match="has no attribute 'plam'"):
         _ = zero_tp.plam
 
 
 def test_modules_are_imported_by_their_former_names() -> None:
-    """Scripts that follow the docs of earlier versions go on; each name is the same module, so the same state."""
+    """Scripts that follow the docs of earlier versions go on; each name is the same module, so
+    the same state.
+    """
     from zero_tp import _OLD_MODULES
 
     with pytest.warns(DeprecationWarning, match=r"zero_tp.models.norm is zero_tp.model.norm now"):
@@ -75,7 +87,9 @@ def test_modules_are_imported_by_their_former_names() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         assert all(import_module(old) is import_module(new) for old, new in _OLD_MODULES.items())
-        assert import_module("zero_tp.process.connect") is import_module("zero_tp.run.process.connect")
+        assert import_module("zero_tp.process.connect") is import_module(
+            "zero_tp.run.process.connect"
+        )
 
 
 def test_one_version() -> None:
@@ -84,12 +98,18 @@ def test_one_version() -> None:
 
 
 def test_uv_takes_the_versions_that_pip_takes() -> None:
-    pinned = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["constraint-dependencies"]
-    assert len(pinned) == 4 and set(pinned) <= set((ROOT / "constraints.txt").read_text().splitlines())
+    pinned = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"][
+        "constraint-dependencies"
+    ]
+    assert len(pinned) == 4 and set(pinned) <= set(
+        (ROOT / "constraints.txt").read_text().splitlines()
+    )
 
 
 def test_requirements_allow_the_constraints_and_no_untested_release() -> None:
-    """The bounded libraries change names and internals that this package reads in minor releases."""
+    """The bounded libraries change names and internals that this package reads in minor
+    releases.
+    """
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     lists = [config["options"]["install_requires"], *config["options.extras_require"].values()]
@@ -98,8 +118,18 @@ def test_requirements_allow_the_constraints_and_no_untested_release() -> None:
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
     for requirement in requirements:
         assert requirement.specifier.contains(pinned[requirement.name]), requirement
-    bounded = {each.name for each in requirements if any(bound.operator == "<" for bound in each.specifier)}
-    assert bounded == {"torch", "deepspeed", "transformers", "accelerate", "datasets", "datatrove", "lm-eval"}
+    bounded = {
+        each.name for each in requirements if any(bound.operator == "<" for bound in each.specifier)
+    }
+    assert bounded == {
+        "torch",
+        "deepspeed",
+        "transformers",
+        "accelerate",
+        "datasets",
+        "datatrove",
+        "lm-eval",
+    }
 
 
 def test_what_is_no_command_is_one_line() -> None:
@@ -118,12 +148,18 @@ def test_what_is_shipped_has_a_path() -> None:
     assert json.loads(Path(done.stdout.rstrip("\n")).read_text())["zero_tp"]
 
 
-def test_a_config_is_found_by_its_name_where_no_file_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_is_found_by_its_name_where_no_file_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert RunConfig.load(shipped.find_config("gpt2_2.5b"), world_size=8).name == "gpt2_2.5b"
     papers = shipped.shipped_path(shipped.CONFIGS) / "papers"
-    assert {shipped.find_config(name) for name in ("gpt_22b", "papers/gpt_22b")} == {papers / "gpt_22b.json"}
-    with pytest.raises(ConfigError, match=r'^lama_135m: no such file; .* did you mean "llama_135m"\?$'):
+    assert {shipped.find_config(name) for name in ("gpt_22b", "papers/gpt_22b")} == {
+        papers / "gpt_22b.json"
+    }
+    with pytest.raises(
+        ConfigError, match=r'^lama_135m: no such file; .* did you mean "llama_135m"\?$'
+    ):
         RunConfig.load(shipped.find_config("lama_135m"))
     (tmp_path / "quickstart").write_text("{}")
     assert shipped.find_config("quickstart") == Path("quickstart")
@@ -142,7 +178,8 @@ def test_an_editor_s_schema_is_nothing_of_a_run(tmp_path: Path) -> None:
     path.write_text(json.dumps({"$schema": "zero_tp.schema.json", **written}))
     config = RunConfig.load(path, world_size=4)
     assert (
-        config.engine_settings.written() == before.engine_settings.written() and config.resolved() == before.resolved()
+        config.engine_settings.written() == before.engine_settings.written()
+        and config.resolved() == before.resolved()
     )
     with pytest.raises(ConfigError, match=r"\$schema: expected a string"):
         RunConfig.load(path, ["$schema=1"], world_size=4)

@@ -1,4 +1,6 @@
-"""`zero-tp check --explain KEY`: a key's value, where it comes from, what reads it and the rules about it."""
+"""`zero-tp check --explain KEY`: a key's value, where it comes from, what reads it and the rules
+about it.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +61,12 @@ def test_rules_about_a_key_of_deepspeed_are_named(config: RunConfig) -> None:
         ("zero_optimisation.stage", "zero_optimization.stage"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest(config: RunConfig, key: str, nearest: str) -> None:
-    with pytest.raises(ConfigError, match=f'^{key}: is not a key .*did you mean "{nearest}"') as caught:
+def test_an_unknown_key_is_refused_with_the_nearest(
+    config: RunConfig, key: str, nearest: str
+) -> None:
+    with pytest.raises(
+        ConfigError, match=f'^{key}: is not a key .*did you mean "{nearest}"'
+    ) as caught:
         explain(config, [], key)
     assert "\n" not in str(caught.value)
 

@@ -33,11 +33,16 @@ def _kernels_of_pieces() -> None:
 
 
 def documents_of(rows: int) -> Tensor:
-    """Numbers of documents of 1 to 300 tokens, [rows, LENGTH]; of three rows the last is one document."""
+    """Numbers of documents of 1 to 300 tokens, [rows, LENGTH]; of three rows the last is one
+    document.
+    """
     lengths = torch.tensor([1, 300, 7, 64, 1, 11, 128, 129])
     numbers = torch.arange(2 * len(lengths)).repeat_interleave(lengths.repeat(2))
     return torch.stack(
-        [torch.zeros_like(numbers[:LENGTH]) if row == 2 else numbers[13 * row :][:LENGTH] for row in range(rows)]
+        [
+            torch.zeros_like(numbers[:LENGTH]) if row == 2 else numbers[13 * row :][:LENGTH]
+            for row in range(rows)
+        ]
     )
 
 
@@ -47,7 +52,12 @@ def spec_of(size: int, kv_heads: int) -> TransformerSpec:
 
 
 def computed(
-    spec: TransformerSpec, facts: AttentionMask, heads: list[Tensor], upstream: Tensor, *, masked: bool
+    spec: TransformerSpec,
+    facts: AttentionMask,
+    heads: list[Tensor],
+    upstream: Tensor,
+    *,
+    masked: bool,
 ) -> list[Tensor]:
     """The core's output, and the gradients of Q, K and V, in the heads' dtype."""
     given = [each.clone().requires_grad_() for each in heads]
@@ -65,12 +75,16 @@ def computed(
     ("apart", "window"),
     [(True, None), (True, 1), (True, 100), (False, 1), (False, 100)],  # neither is causal alone
 )
-@pytest.mark.parametrize(("rows", "size", "kv_heads"), [(1, 64, 8), (3, 128, 2), (3, 80, 1), (2, 192, 4)])
+@pytest.mark.parametrize(
+    ("rows", "size", "kv_heads"), [(1, 64, 8), (3, 128, 2), (3, 80, 1), (2, 192, 4)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_pieces_without_a_mask(
     rows: int, size: int, kv_heads: int, apart: bool, window: int | None, dtype: torch.dtype
 ) -> None:
-    """Output and every gradient are as near to fp64's as SDPA beside a mask comes, twice as far at most."""
+    """Output and every gradient are as near to fp64's as SDPA beside a mask comes, twice as far
+    at most.
+    """
     spec = spec_of(size, kv_heads)
     generator = torch.Generator(DEVICE).manual_seed(1)
     heads = [
@@ -85,7 +99,8 @@ def test_pieces_without_a_mask(
     without = computed(spec, facts, heads, upstream, masked=False)
     assert len(without) == 4
     for one, other, right in zip(without, beside, exact, strict=True):
-        # With a window of 1 the gradients of Q and K are zero, and what is found of them is rounding.
+        # With a window of 1 the gradients of Q and K are zero, and what is found of them is
+        # rounding.
         least = 1e-4 * float(right.norm() + upstream.double().norm())
         assert float((one - right).norm()) <= 2 * float((other - right).norm()) + least
 
@@ -114,7 +129,10 @@ def model_of(window: int | None) -> ZeroTPForCausalLM:
 def gradients(batch: Batch, window: int | None) -> list[Tensor]:
     model = model_of(window)
     loss = model(
-        batch.input_ids, shift_labels=batch.labels, position_ids=batch.position_ids, document_ids=batch.document_ids
+        batch.input_ids,
+        shift_labels=batch.labels,
+        position_ids=batch.position_ids,
+        document_ids=batch.document_ids,
     ).loss
     loss.backward()
     return [loss.detach(), *(each.grad for each in model.parameters() if each.grad is not None)]
@@ -134,7 +152,10 @@ def test_a_model_of_documents_and_windows(batch: Batch, window: int | None) -> N
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_repeated_run_gives_the_same_bits(batch: Batch, window: int | None, masked: bool) -> None:
     """By the flash kernel for pieces, or by the memory-efficient one beside a mask."""
-    with deterministic_algorithms(), mock.patch.object(devices, "runs_varlen", lambda _: not masked):
+    with (
+        deterministic_algorithms(),
+        mock.patch.object(devices, "runs_varlen", lambda _: not masked),
+    ):
         pairs = zip(gradients(batch, window), gradients(batch, window), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
 
@@ -144,7 +165,10 @@ def test_the_host_waits_for_nothing_of_it(batch: Batch) -> None:
 
     def backward() -> Tensor:
         loss = model(
-            batch.input_ids, shift_labels=batch.labels, position_ids=batch.position_ids, document_ids=batch.document_ids
+            batch.input_ids,
+            shift_labels=batch.labels,
+            position_ids=batch.position_ids,
+            document_ids=batch.document_ids,
         ).loss
         loss.backward()
         return loss
@@ -157,18 +181,25 @@ def test_the_host_waits_for_nothing_of_it(batch: Batch) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert loss.isfinite()
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.isfinite().all()
+        for parameter in model.parameters()
+    )
 
 
 def test_no_mask_is_made(batch: Batch) -> None:
-    """The peak of a forward and backward grows by less than the mask of 2·b·s² that it would otherwise make."""
+    """The peak of a forward and backward grows by less than the mask of 2·b·s² that it would
+    otherwise make.
+    """
 
     def peak() -> int:
         model = model_of(None)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        model(batch.input_ids, shift_labels=batch.labels, document_ids=batch.document_ids).loss.backward()
+        model(
+            batch.input_ids, shift_labels=batch.labels, document_ids=batch.document_ids
+        ).loss.backward()
         return torch.cuda.max_memory_allocated() - before
 
     peak()
@@ -183,5 +214,7 @@ def test_no_mask_reaches_cudnn() -> None:
     with disable_cudnn_for_mask(mask):
         masked = torch._fused_sdp_choice(query, query, query, mask, 0.0, False)
     assert SDPBackend(masked) == SDPBackend.EFFICIENT_ATTENTION
-    mask_of_documents = AttentionMask(1024, 1024, packed=PackedSequences.one_per_row(2, 1024, DEVICE))
+    mask_of_documents = AttentionMask(
+        1024, 1024, packed=PackedSequences.one_per_row(2, 1024, DEVICE)
+    )
     assert can_use_varlen(mask_of_documents, spec_of(128, 2), torch.bfloat16, DEVICE)

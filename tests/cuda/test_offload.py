@@ -36,13 +36,19 @@ def test_tensors_come_back_bit_for_bit_while_their_memory_is_used_again(contiguo
 
 
 def gradients(cpu_checkpointing: bool, recompute: RecomputePolicy) -> tuple[list[Tensor], int]:
-    """Every gradient of one step, and the peak bytes of forward and backward above what was there."""
-    config = GPT2Config(n_layer=12, n_embd=1024, n_head=16, n_positions=1024, vocab_size=1000, bos_token_id=0)
+    """Every gradient of one step, and the peak bytes of forward and backward above what was
+    there.
+    """
+    config = GPT2Config(
+        n_layer=12, n_embd=1024, n_head=16, n_positions=1024, vocab_size=1000, bos_token_id=0
+    )
     config.eos_token_id = 0
     model = ZeroTPForCausalLM(config, seed=1, dtype=torch.bfloat16, device=DEVICE).train()
     checkpointing = ActivationCheckpointing(cpu_checkpointing=cpu_checkpointing)
     ActivationMemory(model, recompute, checkpointing, DEVICE)
-    tokens = torch.randint(0, 1000, (8, 1024), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    tokens = torch.randint(0, 1000, (8, 1024), generator=torch.Generator().manual_seed(2)).to(
+        DEVICE
+    )
     for _ in range(2):  # the first call also makes workspaces, and gradients, which stay
         model.zero_grad(set_to_none=False)
         torch.cuda.synchronize()
@@ -51,13 +57,16 @@ def gradients(cpu_checkpointing: bool, recompute: RecomputePolicy) -> tuple[list
         model(tokens, labels=tokens).loss.backward()
     found = [parameter.grad for parameter in model.parameters()]
     assert all(gradient is not None for gradient in found)
-    return [gradient for gradient in found if gradient is not None], torch.cuda.max_memory_allocated() - before
+    return [
+        gradient for gradient in found if gradient is not None
+    ], torch.cuda.max_memory_allocated() - before
 
 
 def test_recomputing_from_the_host_changes_nothing_and_takes_less() -> None:
     """Dropout is on: the second call draws other masks than the first, the same in every variant.
 
-    Kernels that add in a fixed order give the same bits; attention's backward has such ones only on request.
+    Kernels that add in a fixed order give the same bits; attention's backward has such ones only on
+    request.
     """
     with deterministic_algorithms():
         none, most = gradients(False, RecomputePolicy(mode="none"))
@@ -65,6 +74,8 @@ def test_recomputing_from_the_host_changes_nothing_and_takes_less() -> None:
         host, least = gradients(True, RecomputePolicy(mode="full"))
     for plain, recomputed, offloaded in zip(none, full, host, strict=True):
         assert torch.equal(recomputed, plain) and torch.equal(offloaded, plain)
-    checkpoints = 11 * 8 * 1024 * 1024 * 2  # 2sbh of the layers that wait on the host, but for two on their way
+    checkpoints = (
+        11 * 8 * 1024 * 1024 * 2
+    )  # 2sbh of the layers that wait on the host, but for two on their way
     assert most > less > least
     assert less - least > 0.7 * checkpoints

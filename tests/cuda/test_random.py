@@ -44,7 +44,9 @@ def test_a_model_on_the_device_recomputes_its_dropout(moved: bool) -> None:
     config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=16, vocab_size=64)
     tokens, found = torch.arange(32, device="cuda").view(2, 16), []
     for recomputes in (False, True):
-        model = ZeroTPForCausalLM(config, Topology(world=1), seed=5, device="cpu" if moved else "cuda").train()
+        model = ZeroTPForCausalLM(
+            config, Topology(world=1), seed=5, device="cpu" if moved else "cuda"
+        ).train()
         model.to(device=torch.device("cuda"))
         if recomputes:
             model.activation_checkpointing_enable()

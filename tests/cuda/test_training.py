@@ -1,7 +1,7 @@
 """Runs on a CUDA device train the plain model of a CPU: `pytest -m cuda tests/cuda`.
 
-The comparisons of training/test_matrix.py, with TP 1 on one rank of NCCL, in a process of its own: DeepSpeed's
-accelerator is the CPU in this one.
+The comparisons of training/test_matrix.py, with TP 1 on one rank of NCCL, in a process of its own:
+DeepSpeed's accelerator is the CPU in this one.
 """
 
 from __future__ import annotations
@@ -42,8 +42,14 @@ CELLS: list[tuple[Cell, str, bool]] = [
     ((*ONE_RANK, "ZeRO-2", "full, cpu", "optimizer offloaded", "× 3", "bf16"), "gpt2", False),
     ((*ONE_RANK, "ZeRO-3", "full", "all offloaded", "× 3", "bf16"), "gpt2", False),
     ((*ONE_RANK, "ZeRO-3", "full, contiguous", "all offloaded", "× 1", "fp32"), "gpt2", False),
-    *(((*ONE_RANK, "ZeRO-1", "none", "no offload", "× 1", "fp32"), family, False) for family in (*FAMILIES, *EXPERTS)),
-    *(((*ONE_RANK, "ZeRO-2", "selective", "no offload", "× 3", "fp32"), family, True) for family in FAMILIES),
+    *(
+        ((*ONE_RANK, "ZeRO-1", "none", "no offload", "× 1", "fp32"), family, False)
+        for family in (*FAMILIES, *EXPERTS)
+    ),
+    *(
+        ((*ONE_RANK, "ZeRO-2", "selective", "no offload", "× 3", "fp32"), family, True)
+        for family in FAMILIES
+    ),
     ((*ONE_RANK, "ZeRO-2", "selective", "no offload", "× 3", "bf16"), "gpt2", True),
     ((*ONE_RANK, "ZeRO-3", "none", "no offload", "× 1", "bf16"), next(iter(EXPERTS)), True),
 ]
@@ -79,13 +85,21 @@ def results(tmp_path_factory: pytest.TempPathFactory, run_seed: int) -> Path:
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("cell", "family", "compiled"), [pytest.param(*case, id=name_of(*case)) for case in CELLS])
-def test_a_run_trains_the_plain_model(results: Path, run_seed: int, cell: Cell, family: str, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    ("cell", "family", "compiled"), [pytest.param(*case, id=name_of(*case)) for case in CELLS]
+)
+def test_a_run_trains_the_plain_model(
+    results: Path, run_seed: int, cell: Cell, family: str, compiled: bool
+) -> None:
     place = results / name_of(cell, family, compiled)
     error = place / "error"
     assert not error.exists(), error.read_text()
     values: dict[str, Any] = torch.load(place / "trace.pt")
-    trace, seed, stage = Trace(**values), _seed(run_seed, cell, family), int(cell[2].removeprefix("ZeRO-"))
+    trace, seed, stage = (
+        Trace(**values),
+        _seed(run_seed, cell, family),
+        int(cell[2].removeprefix("ZeRO-")),
+    )
     assert not trace.stale and min(trace.norms) > CLIP
     if cell[-1] == "fp32":
         far = of_fp32(trace, seed, family, micro_batches=_micro_batches(cell))
@@ -93,6 +107,9 @@ def test_a_run_trains_the_plain_model(results: Path, run_seed: int, cell: Cell, 
         summed_in = torch.bfloat16 if cell[-1] == "bf16" else torch.float32
         far = of_bf16(trace, seed, family, stage, _micro_batches(cell), summed_in=summed_in)
     farthest = max(far, key=lambda name: far[name])
-    print(f"\n{name_of(cell, family, compiled)}: {farthest} {far[farthest]:.2f} × what is allowed", end="")
+    print(
+        f"\n{name_of(cell, family, compiled)}: {farthest} {far[farthest]:.2f} × what is allowed",
+        end="",
+    )
     assert all(math.isfinite(distance) for distance in far.values())
     assert not {name: distance for name, distance in far.items() if not distance <= 1}

@@ -1,4 +1,6 @@
-"""The process of test_training.py: trains the run of each config in turn, on DeepSpeed's accelerator."""
+"""The process of test_training.py: trains the run of each config in turn, on DeepSpeed's
+accelerator.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from zero_tp.run.process.environment import RankEnvironment
 
 
 def main(folder: Path) -> None:
-    """Write the trace of FOLDER/NAME/run.json to FOLDER/NAME/trace.pt, or the traceback to FOLDER/NAME/error."""
+    """Write the trace of FOLDER/NAME/run.json to FOLDER/NAME/trace.pt, or the traceback to
+    FOLDER/NAME/error.
+    """
     config = None
     for path in sorted(folder.glob("*/run.json")):
         if config is None:

@@ -18,20 +18,25 @@ from zero_tp.data.samples import PackedSamples, ValidationSamples
 
 Piece = list[int]
 
-LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(lambda lengths: max(lengths) > 1)
+LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(
+    lambda lengths: max(lengths) > 1
+)
 
 
 def write(prefix: Path, lengths: list[int], first: int = 0) -> list[list[int]]:
     """A corpus of the tokens first, first + 1, …, and its documents."""
     ends = np.cumsum(lengths) + first
-    documents = [list(range(end - length, end)) for end, length in zip(ends.tolist(), lengths, strict=True)]
+    documents = [
+        list(range(end - length, end)) for end, length in zip(ends.tolist(), lengths, strict=True)
+    ]
     write_corpus(prefix, documents, 1_000_000)
     return documents
 
 
 def pieces(documents: list[list[int]], start: int, stop: int) -> list[tuple[Piece, bool]]:
-    """What the tokens start … stop - 1 of the stream hold of each document, and whether its next token follows at
-    `stop`, to be a target only."""
+    """What the tokens start … stop - 1 of the stream hold of each document, and whether its next
+    token follows at `stop`, to be a target only.
+    """
     parts, at = [], 0
     for document in documents:
         low, high = max(start - at, 0), min(stop - at, len(document))
@@ -42,7 +47,9 @@ def pieces(documents: list[list[int]], start: int, stop: int) -> list[tuple[Piec
 
 
 def check_row(batch: Batch, row: int, expected: list[tuple[Piece, bool]]) -> int:
-    """Inputs, labels and positions of the pieces, and that documents part them. How many labels there are."""
+    """Inputs, labels and positions of the pieces, and that documents part them. How many labels
+    there are.
+    """
     assert batch.position_ids is not None and batch.document_ids is not None
     inputs, labels, positions = (part[row].tolist() for part in batch[:3] if part is not None)
     at = count = 0
@@ -51,13 +58,17 @@ def check_row(batch: Batch, row: int, expected: list[tuple[Piece, bool]]) -> int
         here = slice(at, at + len(piece))
         assert inputs[here] == piece
         # Tokens count upwards inside a document, so that each is followed by itself plus one.
-        assert labels[here] == [token + 1 for token in piece[:-1]] + [piece[-1] + 1 if has_target else IGNORE_INDEX]
+        assert labels[here] == [token + 1 for token in piece[:-1]] + [
+            piece[-1] + 1 if has_target else IGNORE_INDEX
+        ]
         assert positions[here] == list(range(len(piece)))
         (number,) = set(batch.document_ids[row, here].tolist())
         numbers.append(number)
         at, count = here.stop, count + len(piece) - 1 + has_target
     assert len(set(numbers)) == len(numbers)
-    assert set(labels[at:]) <= {IGNORE_INDEX} and not set(batch.document_ids[row, at:].tolist()) & set(numbers)
+    assert set(labels[at:]) <= {IGNORE_INDEX} and not set(
+        batch.document_ids[row, at:].tolist()
+    ) & set(numbers)
     return count
 
 
@@ -79,12 +90,19 @@ def test_training_rows_hold_each_document_by_itself(
                 k = step * size + rank * micro + row
                 start = int(samples.locate(np.array([k]))[2][0]) * s
                 check_row(batch, row, pieces(documents, start, start + s))
-                assert batch.input_ids[row].tolist() == PackedSamples({prefix: 1.0}, s, seed)[k][:-1].tolist()
+                assert (
+                    batch.input_ids[row].tolist()
+                    == PackedSamples({prefix: 1.0}, s, seed)[k][:-1].tolist()
+                )
 
 
 @given(lengths=LENGTHS, more=LENGTHS, s=st.integers(1, 9), micro=st.integers(1, 3))
 def test_validation_scores_every_token_but_the_first_of_each_document(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], more: list[int], s: int, micro: int
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[int],
+    more: list[int],
+    s: int,
+    micro: int,
 ) -> None:
     folder = tmp_path_factory.mktemp("corpora")
     corpora = [write(folder / "a", lengths), write(folder / "b", more, first=1000)]
@@ -110,10 +128,19 @@ def test_validation_scores_every_token_but_the_first_of_each_document(
         for batch in plain.batches(None, micro, rank, 2)
         for row in zip(*batch[:2], strict=True)
     ]
-    targets = [(int(i), int(t)) for ids, labels in rows for i, t in zip(ids, labels, strict=True) if t != IGNORE_INDEX]
+    targets = [
+        (int(i), int(t))
+        for ids, labels in rows
+        for i, t in zip(ids, labels, strict=True)
+        if t != IGNORE_INDEX
+    ]
     streams = [[token for document in documents for token in document] for documents in corpora]
-    assert sorted(targets) == [pair for stream in streams for pair in itertools.pairwise(stream)], "each token once"
-    assert sorted(scored) == [token for documents in corpora for document in documents for token in document[1:]]
+    assert sorted(targets) == [pair for stream in streams for pair in itertools.pairwise(stream)], (
+        "each token once"
+    )
+    assert sorted(scored) == [
+        token for documents in corpora for document in documents for token in document[1:]
+    ]
 
 
 def test_a_corpus_without_anything_to_predict(tmp_path: Path) -> None:

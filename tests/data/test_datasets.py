@@ -41,7 +41,9 @@ def test_a_map_style_data_set_has_the_samples_of_a_run(tmp_path: Path) -> None:
 def test_documents_apart_have_positions(tmp_path: Path) -> None:
     dataset = CorpusDataset(write(tmp_path / "a", [5, 3, 4, 30]), 8, separate=True)
     item = next(
-        each for each in map(dataset.__getitem__, range(len(dataset))) if each["input_ids"][:5].tolist() == [*range(5)]
+        each
+        for each in map(dataset.__getitem__, range(len(dataset)))
+        if each["input_ids"][:5].tolist() == [*range(5)]
     )
     assert item["position_ids"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     assert item["labels"].tolist() == [-100, 1, 2, 3, 4, -100, 1, 2]
@@ -53,7 +55,10 @@ def test_a_stream_is_shared_out(tmp_path: Path) -> None:
     packed, items = PackedSamples({prefix: 1.0}, 8, 1234), list[list[int]]()
     for rank in range(2):
         shares = CorpusStream(prefix, 8, samples=21, first=5, rank=rank, world=2)
-        items += [each["input_ids"].tolist() for each in DataLoader(shares, batch_size=None, num_workers=2)]
+        items += [
+            each["input_ids"].tolist()
+            for each in DataLoader(shares, batch_size=None, num_workers=2)
+        ]
     assert sorted(items) == sorted(packed[k][:-1].tolist() for k in range(5, 26))
     endless = iter(CorpusStream(prefix, 8))
     assert len([next(endless) for _ in range(200)]) == 200, "beyond one pass"
@@ -61,8 +66,12 @@ def test_a_stream_is_shared_out(tmp_path: Path) -> None:
         CorpusStream(prefix, 8, rank=2, world=2)
 
 
-def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+def test_the_example_of_the_documentation_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (example,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL
+    )
     monkeypatch.chdir(tmp_path)
     Path("raw").mkdir()
     texts = [f"document {i} of " + " ".join(map(str, range(i, i + 400))) for i in range(20)]
@@ -73,7 +82,11 @@ def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pyte
     names: dict[str, Any] = {}
     exec(example, names)
     assert names["prepared"].report["documents"]["dropped"] == {"duplicate": 1}
-    assert names["dataset"][0]["input_ids"].shape == next(iter(names["batches"]))["input_ids"].shape == (1024,)
+    assert (
+        names["dataset"][0]["input_ids"].shape
+        == next(iter(names["batches"]))["input_ids"].shape
+        == (1024,)
+    )
 
 
 @THOROUGH
@@ -83,11 +96,20 @@ def test_transformers_trains_on_both(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", [100] * 30)
     for dataset in (CorpusDataset(prefix, 16), CorpusStream(prefix, 16)):
         torch.manual_seed(0)
-        model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=1000, n_positions=16))
+        model = GPT2LMHeadModel(
+            GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=1000, n_positions=16)
+        )
         arguments = TrainingArguments(
-            str(tmp_path / "run"), max_steps=30, learning_rate=0.01, report_to=[], use_cpu=True, logging_steps=10,
-            save_strategy="no", disable_tqdm=True, per_device_train_batch_size=8,
-        )  # fmt: skip
+            str(tmp_path / "run"),
+            max_steps=30,
+            learning_rate=0.01,
+            report_to=[],
+            use_cpu=True,
+            logging_steps=10,
+            save_strategy="no",
+            disable_tqdm=True,
+            per_device_train_batch_size=8,
+        )
         trainer = Trainer(model, arguments, train_dataset=dataset)
         trainer.train()
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]

@@ -28,7 +28,9 @@ for word in sys.argv[1:]:
 
 def from_hub(home: Path, *words: str) -> list[str]:
     variables = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", HUB, *words], env=variables, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", HUB, *words], env=variables, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -54,16 +56,24 @@ def test_a_data_set_of_the_hub_from_the_cache(tmp_path: Path) -> None:
 
 @THOROUGH
 def test_another_field_of_a_data_set_of_the_hub_may_change_its_type(tmp_path: Path) -> None:
-    """datasets decides the types of JSON by the first 10 MB, and its own reader ends at another one."""
+    """datasets decides the types of JSON by the first 10 MB, and its own reader ends at another
+    one.
+    """
     folder = tmp_path / "hub/datasets--someone--mixed/snapshots" / ("0" * 40)
     (folder / "data").mkdir(parents=True)
     (folder.parents[1] / "refs").mkdir()
     (folder.parents[1] / "refs/main").write_text("0" * 40)
-    rows = [{"text": f"text {i}", "meta": 1 if i < 120 else {"a": ["b"]}, "other": "x" * 10**5} for i in range(130)]
+    rows = [
+        {"text": f"text {i}", "meta": 1 if i < 120 else {"a": ["b"]}, "other": "x" * 10**5}
+        for i in range(130)
+    ]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "data/train-0.jsonl").write_text(lines)
     (folder / "data/train-1.jsonl.zst").write_bytes(zstandard.compress(lines.encode())[:-3])
     (folder / "data/train-2.json").write_text(json.dumps(rows[-2:]))
     (line,) = from_hub(tmp_path, "hf:someone/mixed")
     texts, (*read, problem, second, last) = [row["text"] for row in rows], ast.literal_eval(line)
-    assert read == [*texts, *texts[: len(read) - len(texts)]] and [problem, second, last] == ["a problem", *texts[-2:]]
+    assert read == [*texts, *texts[: len(read) - len(texts)]] and [problem, second, last] == [
+        "a problem",
+        *texts[-2:],
+    ]

@@ -1,4 +1,6 @@
-"""Megatron's format: our writer's bytes, other writers' files, damaged files, indices of any size."""
+"""Megatron's format: our writer's bytes, other writers' files, damaged files, indices of any
+size.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_sentences_are_written_as_sequences(tmp_path: Path) -> None:
 
 
 def test_an_index_of_several_sequences_a_document_and_modes_is_read(tmp_path: Path) -> None:
-    """As Megatron writes with sentence splitting: 4 sequences in 3 documents, the second empty; a mode byte each."""
+    """As Megatron writes with sentence splitting: 4 sequences in 3 documents, the second empty;
+    a mode byte each.
+    """
     (tmp_path / "c.bin").write_bytes(struct.pack("<6i", 70_000, 1, 2, 3, 4, 5))
     (tmp_path / "c.idx").write_bytes(
         b"MMIDIDX\x00\x00"
@@ -72,9 +76,15 @@ def test_an_index_of_several_sequences_a_document_and_modes_is_read(tmp_path: Pa
     corpus = IndexedCorpus(tmp_path / "c")
     assert [corpus.document(i).tolist() for i in range(3)] == [[70_000, 1, 2], [], [3, 4, 5]]
     assert [corpus.extent(i) for i in range(3)] == [(0, 3), (3, 0), (3, 3)]
-    assert corpus.sequence_starts(0, 6).tolist() == [0, 2, 3] and corpus.sequence_starts(1, 2).tolist() == [1]
-    assert corpus.sequence_starts(4, 2).tolist() == [] and corpus.sequence_starts(2, 0).tolist() == []
-    assert corpus.document_ids(0, 6).tolist() == [0, 0, 0, 2, 2, 2] and corpus.document_ids(2, 2).tolist() == [0, 2]
+    assert corpus.sequence_starts(0, 6).tolist() == [0, 2, 3] and corpus.sequence_starts(
+        1, 2
+    ).tolist() == [1]
+    assert (
+        corpus.sequence_starts(4, 2).tolist() == [] and corpus.sequence_starts(2, 0).tolist() == []
+    )
+    assert corpus.document_ids(0, 6).tolist() == [0, 0, 0, 2, 2, 2] and corpus.document_ids(
+        2, 2
+    ).tolist() == [0, 2]
     assert corpus.document_starts(0, 4).tolist() == [0, 3, 3, 6]
 
 
@@ -84,7 +94,11 @@ DAMAGE: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("idx", lambda b: b[:20], r"c\.idx: [\d,]+ bytes expected for [\d,]+ sequences, found 20"),
     ("idx", lambda b: b"PK\x03\x04" + b[4:], r"not a Megatron index: its header has b'PK"),
     ("idx", lambda b: b"", "not a Megatron index"),
-    ("idx", lambda b: b[:9] + struct.pack("<Q", 2) + b[17:], "not a Megatron index: .* version 2 and"),
+    (
+        "idx",
+        lambda b: b[:9] + struct.pack("<Q", 2) + b[17:],
+        "not a Megatron index: .* version 2 and",
+    ),
     ("idx", lambda b: b[:17] + b"\x07" + b[18:], "not a Megatron index: .* token type 7;"),
     ("idx", lambda b: b[:-8] + struct.pack("<q", 3), "document boundaries"),
     ("idx", lambda b: b[:26] + struct.pack("<Q", 0) + b[34:-40], "document boundaries"),
@@ -100,7 +114,11 @@ def test_a_damaged_corpus_is_refused(
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(UserError, match=message) as caught:
         IndexedCorpus(tmp_path / "c")
-    remedy = "needed are" if message.startswith("not a Megatron index") else "; copy it again, or prepare it again with"
+    remedy = (
+        "needed are"
+        if message.startswith("not a Megatron index")
+        else "; copy it again, or prepare it again with"
+    )
     assert remedy in str(caught.value)
 
 
@@ -116,7 +134,9 @@ def test_a_missing_file_and_an_id_outside_the_vocabulary_are_refused(tmp_path: P
 
 
 def test_a_trillion_tokens_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sparse file of 2·10¹² bytes: opening it looks at 64 blocks of the index; the first and the last window."""
+    """A sparse file of 2·10¹² bytes: opening it looks at 64 blocks of the index; the first and
+    the last window.
+    """
     sequences, size = 1_000_000, 1_000_000
     header = HEADER.pack(MAGIC, VERSION, 8, sequences, sequences + 1)
     with open(tmp_path / "c.idx", "wb") as file:
@@ -145,13 +165,19 @@ def test_a_trillion_tokens_open_at_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert corpus.tokens == 10**12 and len(corpus) == sequences
     assert sum(checked) <= 2 * 64 * 2**10
     assert corpus.document_ids(0, 3).tolist() == [0, 0, 0]
-    assert corpus.document_ids(10**12 - size - 1, 3).tolist() == [sequences - 2, sequences - 1, sequences - 1]
+    assert corpus.document_ids(10**12 - size - 1, 3).tolist() == [
+        sequences - 2,
+        sequences - 1,
+        sequences - 1,
+    ]
     samples = PackedSamples({str(tmp_path / "c"): 1.0}, 2048, 1, separate=True)
     (batch,) = samples.rank_batches(10**6, 4, 4, 1, 0, 1)
     assert batch.input_ids.shape == (4, 2048) and not batch.input_ids.any()
 
 
-def test_damage_between_the_blocks_is_found_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_between_the_blocks_is_found_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(indexed, "_INDEX_BLOCK", 4)
     monkeypatch.setattr(indexed, "_OPENING_CHECKS", 3)
     IndexedCorpus(write_corpus(tmp_path / "c", [range(5)] * 40, 1000)).check_vocabulary(1000)
@@ -183,13 +209,20 @@ else:
                 lengths = [len(sentence) for sentence in document]
                 builder.add_document(tokens, lengths, [0] * len(lengths) if modes else None)
             builder.finalize(f"{prefix}.idx")
-"""
+"""  # noqa: E501
 
 
 def megatron(folder: Path, kind: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+        "PYTHONWARNINGS": "ignore",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", MEGATRON, str(folder), kind], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", MEGATRON, str(folder), kind],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -203,10 +236,14 @@ def test_megatrons_files_are_read_and_ours_by_megatron(tmp_path: Path) -> None:
         for modes in ("", "-modes"):
             corpus = IndexedCorpus(tmp_path / f"{dtype.name}{modes}")
             found = [corpus.document(i).tolist() for i in range(len(corpus))]
-            assert found == [[1, 2, 3, 4], [5], [6, 7, 8, 9, 10]] and corpus.dtype == dtype, dtype.name
+            assert found == [[1, 2, 3, 4], [5], [6, 7, 8, 9, 10]] and corpus.dtype == dtype, (
+                dtype.name
+            )
             assert corpus.document_ids(3, 4).tolist() == [0, 1, 2, 2]
             assert (corpus.content.smallest, corpus.content.largest) == (1, 10)
-            with pytest.raises(UserError, match="holds token id 10, outside the model's vocabulary of 10"):
+            with pytest.raises(
+                UserError, match="holds token id 10, outside the model's vocabulary of 10"
+            ):
                 corpus.check_vocabulary(10)
     write_corpus(tmp_path / "ours", ([1, 2, 3], [], [999]), 1000)
     assert megatron(tmp_path, "read") == "[[1, 2, 3], [], [999]] [0, 1, 2, 3] uint16"

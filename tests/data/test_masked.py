@@ -1,4 +1,6 @@
-"""Samples of the masked objective: segments, windows, n-grams and masks, the same on any topology."""
+"""Samples of the masked objective: segments, windows, n-grams and masks, the same on any
+topology.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from zero_tp.base.errors import UserError
 from zero_tp.data import PrepareSettings, masked, prepare
 from zero_tp.data.batch import MaskedBatch
 from zero_tp.data.indexed import IndexedCorpus, IndexedWriter
-from zero_tp.data.masked import DocumentWindows, MaskedRowBuilder, MaskedSamples, MaskedValidation, Masking
+from zero_tp.data.masked import (
+    DocumentWindows,
+    MaskedRowBuilder,
+    MaskedSamples,
+    MaskedValidation,
+    Masking,
+)
 from zero_tp.data.tokenizer import MaskingVocabulary, load_tokenizer
 
 S = 64
@@ -57,14 +65,20 @@ def unmasked(row: dict[str, np.ndarray]) -> np.ndarray:
     return np.where(row["labels"] == IGNORE_INDEX, row["input_ids"], row["labels"])
 
 
-def segments(row: dict[str, np.ndarray], vocabulary: MaskingVocabulary) -> tuple[list[int], list[int]]:
-    """The two segments in the order of the text, after everything else of the row is seen to be as it should be."""
+def segments(
+    row: dict[str, np.ndarray], vocabulary: MaskingVocabulary
+) -> tuple[list[int], list[int]]:
+    """The two segments in the order of the text, after everything else of the row is seen to be
+    as it should be.
+    """
     ids, used = unmasked(row), int(row["attention_mask"].sum())
     assert row["attention_mask"].tolist() == [1] * used + [0] * (len(ids) - used)
     assert (ids[used:] == vocabulary.padding).all() and ids[0] == vocabulary.classifier
     (first, second) = np.flatnonzero(ids == vocabulary.separator)
     assert second == used - 1 and 1 < first < second - 1, "neither segment is empty"
-    assert row["token_type_ids"].tolist() == [0] * (first + 1) + [1] * (second - first) + [0] * (len(ids) - used)
+    assert row["token_type_ids"].tolist() == [0] * (first + 1) + [1] * (second - first) + [0] * (
+        len(ids) - used
+    )
     assert all(part.dtype == np.int64 for part in row.values())
     a, b = ids[1:first].tolist(), ids[first + 1 : second].tolist()
     return (b, a) if row["next_sentence_label"] else (a, b)
@@ -81,14 +95,20 @@ def test_every_sample_is_two_segments_of_one_document(corpora: dict[str, Path], 
         first, size = corpus.extent(document)
         at = j * (S - 3)
         assert texts[document][at : at + len(a + b)] == a + b
-        assert len(a + b) == S - 3 or at + len(a + b) == size, "only a document's last window is shorter"
+        assert len(a + b) == S - 3 or at + len(a + b) == size, (
+            "only a document's last window is shorter"
+        )
         seen[first + at : first + at + len(a + b)] += 1
         assert vocabulary.begins[texts[document][at + len(a)]]
     rests = [len(text) % (S - 3) for text in texts]
-    assert seen.max() == 1 and seen.sum() == corpus.tokens - sum(rest for rest in rests if rest < 3), "each once"
+    assert seen.max() == 1 and seen.sum() == corpus.tokens - sum(
+        rest for rest in rests if rest < 3
+    ), "each once"
 
 
-def test_segments_are_sentences_of_which_the_longer_is_trimmed(corpora: dict[str, Path], seed: int) -> None:
+def test_segments_are_sentences_of_which_the_longer_is_trimmed(
+    corpora: dict[str, Path], seed: int
+) -> None:
     """Where the text is cut and what is trimmed is looked for, not computed."""
     samples = samples_of(corpora["sentences"], seed)
     vocabulary, corpus = samples.row_builder.masking.vocabulary, samples.corpora[0]
@@ -109,7 +129,9 @@ def test_segments_are_sentences_of_which_the_longer_is_trimmed(corpora: dict[str
 
 
 def trims(first: list[int], second: list[int], a: list[int], b: list[int]) -> bool:
-    """Whether a and b are what is left of two segments of whole sentences when the longer loses its ends."""
+    """Whether a and b are what is left of two segments of whole sentences when the longer loses
+    its ends.
+    """
     for part, whole, other in ((a, first, b), (b, second, a)):
         if part not in (whole[at : at + len(part)] for at in range(len(whole))):
             return False
@@ -119,9 +141,11 @@ def trims(first: list[int], second: list[int], a: list[int], b: list[int]) -> bo
 
 
 def test_no_full_stop_tells_the_order(corpora: dict[str, Path], seed: int) -> None:
-    """Where one segment alone ends with one, it is as often the earlier as the later: no window is cut at its end.
+    """Where one segment alone ends with one, it is as often the earlier as the later: no window is
+    cut at its end.
 
-    Of 256 tokens: where sentences are half as long as a window, the earlier segment is the shorter one more often.
+    Of 256 tokens: where sentences are half as long as a window, the earlier segment is the shorter
+    one more often.
     """
     samples = samples_of(corpora["sentences"], seed, length=256)
     vocabulary = samples.row_builder.masking.vocabulary
@@ -143,15 +167,23 @@ def test_statistics_on_real_text(corpora: dict[str, Path], seed: int) -> None:
     masked_tokens = np.array([int((row["labels"] != IGNORE_INDEX).sum()) for row in full])
     unknown = np.array([int(vocabulary.special[unmasked(row)].sum()) - 3 for row in full])
     assert (masked_tokens[unknown == 0] <= round(0.15 * (S - 3))).all()
-    assert abs(masked_tokens.mean() / (S - 3) - 0.15) < 0.003, "rounding, and a word that does not fit"
-    selected = [(row["input_ids"][mask], row["labels"][mask]) for row in rows if (mask := row["labels"] >= 0).any()]
+    assert abs(masked_tokens.mean() / (S - 3) - 0.15) < 0.003, (
+        "rounding, and a word that does not fit"
+    )
+    selected = [
+        (row["input_ids"][mask], row["labels"][mask])
+        for row in rows
+        if (mask := row["labels"] >= 0).any()
+    ]
     assert len(selected) == count, "at least one token a row"
     inputs, labels = (np.concatenate(parts) for parts in zip(*selected, strict=True))
     replaced = inputs[(inputs != vocabulary.mask) & (inputs != labels)]
     ordinary = np.flatnonzero(~vocabulary.special)
     assert np.isin(replaced, ordinary).all()
     mean, spread = np.mean(ordinary), np.std(ordinary) / np.sqrt(len(replaced))
-    assert abs(np.mean(replaced) - mean) < 5 * spread, "replacements are uniform over the vocabulary"
+    assert abs(np.mean(replaced) - mean) < 5 * spread, (
+        "replacements are uniform over the vocabulary"
+    )
 
 
 def test_one_segment_without_sentence_order(corpora: dict[str, Path], seed: int) -> None:
@@ -161,20 +193,31 @@ def test_one_segment_without_sentence_order(corpora: dict[str, Path], seed: int)
         row = samples[k]
         assert "next_sentence_label" not in row and not row["token_type_ids"].any()
         ids, used = unmasked(row), int(row["attention_mask"].sum())
-        assert ids[0] == vocabulary.classifier and np.flatnonzero(ids == vocabulary.separator).tolist() == [used - 1]
+        assert ids[0] == vocabulary.classifier and np.flatnonzero(
+            ids == vocabulary.separator
+        ).tolist() == [used - 1]
         document, _ = samples._windows[0].locate(window_of(samples, k))
         assert f" {ids[1 : used - 1].tolist()} "[2:-2] in str(texts[document])
 
 
-@given(micro=st.integers(1, 4), accumulation=st.integers(1, 3), data=st.integers(1, 4), step=st.integers(0, 10**9))
+@given(
+    micro=st.integers(1, 4),
+    accumulation=st.integers(1, 3),
+    data=st.integers(1, 4),
+    step=st.integers(0, 10**9),
+)
 def test_every_factoring_of_a_batch_has_the_same_rows(
     corpora: dict[str, Path], micro: int, accumulation: int, data: int, step: int
 ) -> None:
     weights = {str(corpora["sentences"] / "train"): 0.7, str(corpora["plain"] / "train"): 0.3}
     samples = MaskedSamples(weights, builder_of(corpora["plain"]), 3)
     size = micro * accumulation * data
-    ranks = [samples.rank_batches(step, size, micro, accumulation, rank, data) for rank in range(data)]
-    again = MaskedSamples(weights, builder_of(corpora["plain"]), 3)  # as a resumed run, or another rank, has it
+    ranks = [
+        samples.rank_batches(step, size, micro, accumulation, rank, data) for rank in range(data)
+    ]
+    again = MaskedSamples(
+        weights, builder_of(corpora["plain"]), 3
+    )  # as a resumed run, or another rank, has it
     rows = iter(range(step * size, (step + 1) * size))
     for i, rank in itertools.product(range(accumulation), range(data)):
         batch = ranks[rank][i]
@@ -202,11 +245,19 @@ def test_the_samples_never_change(tmp_path: Path) -> None:
     vocabulary = MaskingVocabulary(4, 3, 2, 0, None, ids < 5, ids % 3 > 0, ids < 0)
     with IndexedWriter(tmp_path / "c", 50) as writer:
         writer.add_documents(np.arange(200) * 7 % 45 + 5, [200])
-        writer.add_documents(np.arange(100) * 11 % 45 + 5, [100], np.isin(np.arange(100), [13, 29, 50, 71]))
-    samples = MaskedSamples({str(tmp_path / "c"): 1.0}, MaskedRowBuilder(24, Masking(vocabulary, 0.3, 3), True), 1234)
+        writer.add_documents(
+            np.arange(100) * 11 % 45 + 5, [100], np.isin(np.arange(100), [13, 29, 50, 71])
+        )
+    samples = MaskedSamples(
+        {str(tmp_path / "c"): 1.0}, MaskedRowBuilder(24, Masking(vocabulary, 0.3, 3), True), 1234
+    )
     for k, pinned in PINNED.items():
         row = samples[k]
-        labels = {place: label for place, label in enumerate(row["labels"].tolist()) if label != IGNORE_INDEX}
+        labels = {
+            place: label
+            for place, label in enumerate(row["labels"].tolist())
+            if label != IGNORE_INDEX
+        }
         assert (row["input_ids"].tolist(), labels, int(row["next_sentence_label"])) == pinned
 
 
@@ -226,7 +277,9 @@ PINNED = {
 
 
 @given(st.data())
-def test_windows_are_found_by_counting(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_windows_are_found_by_counting(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     sizes = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=60))
     length, shortest = data.draw(st.integers(3, 12)), data.draw(st.integers(1, 3))
     prefix = write_corpus(tmp_path_factory.mktemp("windows") / "c", map(np.arange, sizes), 100)
@@ -234,17 +287,25 @@ def test_windows_are_found_by_counting(tmp_path_factory: pytest.TempPathFactory,
         patch.setattr(masked, "_DOCUMENTS", 8)
         windows = DocumentWindows(IndexedCorpus(prefix), length, shortest)
         expected = [
-            (document, j) for document, size in enumerate(sizes) for j in range(size) if size - j * length >= shortest
+            (document, j)
+            for document, size in enumerate(sizes)
+            for j in range(size)
+            if size - j * length >= shortest
         ]
         assert [windows.locate(w) for w in range(len(windows))] == expected
 
 
-def test_a_token_that_ends_documents_is_in_no_sample(tmp_path: Path, corpora: dict[str, Path]) -> None:
-    """As a tokenizer with both, such as RoBERTa's, prepares them; the last window would tell the order by it."""
+def test_a_token_that_ends_documents_is_in_no_sample(
+    tmp_path: Path, corpora: dict[str, Path]
+) -> None:
+    """As a tokenizer with both, such as RoBERTa's, prepares them; the last window would tell the
+    order by it.
+    """
     builder = builder_of(corpora["plain"])
     eos = int(np.flatnonzero(~builder.masking.vocabulary.special)[7])
     builder = replace(
-        builder, masking=replace(builder.masking, vocabulary=replace(builder.masking.vocabulary, eos=eos))
+        builder,
+        masking=replace(builder.masking, vocabulary=replace(builder.masking.vocabulary, eos=eos)),
     )
     sizes = (2, 10, S - 3, S - 2, S - 1, S, 2 * S)
     prefix = write_corpus(tmp_path / "c", [[*([100] * size), eos] for size in sizes], 2000)
@@ -268,13 +329,27 @@ def test_sentences_longer_than_a_sample_are_cut(tmp_path: Path, corpora: dict[st
 
 
 def test_what_is_too_short_is_refused(tmp_path: Path, corpora: dict[str, Path]) -> None:
-    builder, prefix = builder_of(corpora["plain"]), str(write_corpus(tmp_path / "c", [[7, 8]] * 9, 2000))
-    for make in (lambda: MaskedSamples({prefix: 1.0}, builder, 1), lambda: MaskedValidation([prefix], builder)):
-        with pytest.raises(UserError, match=r"c: its 9 documents of 18 tokens are too short for a sample; use"):
+    builder, prefix = (
+        builder_of(corpora["plain"]),
+        str(write_corpus(tmp_path / "c", [[7, 8]] * 9, 2000)),
+    )
+    for make in (
+        lambda: MaskedSamples({prefix: 1.0}, builder, 1),
+        lambda: MaskedValidation([prefix], builder),
+    ):
+        with pytest.raises(
+            UserError, match=r"c: its 9 documents of 18 tokens are too short for a sample; use"
+        ):
             make()
-    with pytest.raises(UserError, match=r"sequence_length: 5 tokens, of which .* special ones are 3; use at least 6"):
+    with pytest.raises(
+        UserError,
+        match=r"sequence_length: 5 tokens, of which .* special ones are 3; use at least 6",
+    ):
         builder_of(corpora["plain"], length=5)
-    row, prefix = builder_of(corpora["plain"], length=6), str(write_corpus(tmp_path / "d", [[100, 101, 102]], 2000))
+    row, prefix = (
+        builder_of(corpora["plain"], length=6),
+        str(write_corpus(tmp_path / "d", [[100, 101, 102]], 2000)),
+    )
     segments(MaskedSamples({prefix: 1.0}, row, 1)[0], row.masking.vocabulary)
 
 
@@ -282,13 +357,18 @@ def test_validation_has_the_same_masks_on_every_split(corpora: dict[str, Path]) 
     builder = builder_of(corpora["sentences"])
     validation = MaskedValidation([str(corpora[kind] / "validation") for kind in corpora], builder)
     count = len(validation)
-    whole = [{name: part[0] for name, part in batch.items()} for batch in validation.batches(None, 1, 0, 1)]
+    whole = [
+        {name: part[0] for name, part in batch.items()}
+        for batch in validation.batches(None, 1, 0, 1)
+    ]
     assert len(whole) == count and count % 7
     for row in whole:
         segments({name: part.numpy() for name, part in row.items()}, builder.masking.vocabulary)
     ranks = [
         list(
-            MaskedValidation([str(corpora[kind] / "validation") for kind in corpora], builder).batches(None, 3, rank, 2)
+            MaskedValidation(
+                [str(corpora[kind] / "validation") for kind in corpora], builder
+            ).batches(None, 3, rank, 2)
         )
         for rank in range(2)
     ]
@@ -313,7 +393,13 @@ def test_what_masking_knows_of_the_tokenizer_is_part_of_a_corpus(corpora: dict[s
     samples = samples_of(corpora["plain"], 1)
     (known,) = samples.identities().values()
     vocabulary = samples.row_builder.masking.vocabulary
-    assert known["vocabulary"] == vocabulary.sha256() and known["tokens"] == samples.corpora[0].tokens
+    assert (
+        known["vocabulary"] == vocabulary.sha256() and known["tokens"] == samples.corpora[0].tokens
+    )
     begins = vocabulary.begins.copy()
     begins[1999] ^= True
-    assert replace(vocabulary, begins=begins).sha256() != vocabulary.sha256() != replace(vocabulary, mask=7).sha256()
+    assert (
+        replace(vocabulary, begins=begins).sha256()
+        != vocabulary.sha256()
+        != replace(vocabulary, mask=7).sha256()
+    )

@@ -24,7 +24,9 @@ def test_permutation_is_one(size: int, seed: int, epoch: int) -> None:
 def test_many_entries_are_each_entry(size: int, key: int, data: st.DataObject) -> None:
     order = Permutation(size, key, 3)
     numbers = data.draw(st.lists(st.integers(0, size - 1), max_size=20))
-    assert order.entries(np.array(numbers, np.int64)).tolist() == [order.entries(np.array([i]))[0] for i in numbers]
+    assert order.entries(np.array(numbers, np.int64)).tolist() == [
+        order.entries(np.array([i]))[0] for i in numbers
+    ]
     with pytest.raises(IndexError):
         order.entries(np.array([size]))
 
@@ -51,8 +53,15 @@ def test_random_numbers_are_splitmix64s(monkeypatch: pytest.MonkeyPatch) -> None
     with monkeypatch.context() as patch:
         patch.setattr(permutation, "_fold_key", lambda key: np.array([1234567], np.uint64))
         assert list(itertools.islice(uniforms(1), 4)) == [(x >> 11) / 2**53 for x in published]
-    numbers, (state,) = list(itertools.islice(uniforms(7, 8), 1000)), permutation._fold_key((7, 8)).tolist()
+    numbers, (state,) = (
+        list(itertools.islice(uniforms(7, 8), 1000)),
+        permutation._fold_key((7, 8)).tolist(),
+    )
     states = [(state + i * 0x9E3779B97F4A7C15) % 2**64 for i in (1, 256, 257, 1000)]
     mixed = permutation._mix(np.array(states, np.uint64)).tolist()
-    assert [numbers[i - 1] for i in (1, 256, 257, 1000)] == [(x >> 11) / 2**53 for x in mixed], "over block edges"
-    assert len({next(uniforms(*key)) for key in [(1,), (2,), (1, 0), (1, 1), (0, 1), (1, 0, 0)]}) == 6
+    assert [numbers[i - 1] for i in (1, 256, 257, 1000)] == [(x >> 11) / 2**53 for x in mixed], (
+        "over block edges"
+    )
+    assert (
+        len({next(uniforms(*key)) for key in [(1,), (2,), (1, 0), (1, 1), (0, 1), (1, 0, 0)]}) == 6
+    )

@@ -1,4 +1,6 @@
-"""An output that can't be replaced is refused before any work; what a kill leaves after the work is removed."""
+"""An output that can't be replaced is refused before any work; what a kill leaves after the work
+is removed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def refuse_mount_point(source: Path, destination: Path) -> None:
 
 
 @pytest.mark.parametrize("number", REASONS)
-def test_prepare_refuses_it_before_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_prepare_refuses_it_before_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def refuse(source: Path, destination: Path) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -46,7 +50,9 @@ def test_prepare_refuses_it_before_it_reads(tmp_path: Path, monkeypatch: pytest.
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     with pytest.raises(UserError, match=f"out: can't be replaced: {REASONS[number]}"):
         prepare([source], tmp_path / "out", PrepareSettings("bpe:300"))
-    assert {path.name for path in tmp_path.iterdir()} == {"out", "a.jsonl"} and not any((tmp_path / "out").iterdir())
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "a.jsonl"} and not any(
+        (tmp_path / "out").iterdir()
+    )
 
 
 def test_a_merge_and_the_cluster_refuse_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +61,16 @@ def test_a_merge_and_the_cluster_refuse_it(tmp_path: Path, monkeypatch: pytest.M
     TokenizedCorpus(tokenizer, tmp_path / "parts", reader=reader).run(reader.run())
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(os, "rename", refuse_mount_point)
-    words = ["--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer, "--output", tmp_path / "out", "--tasks", "2"]
+    words = [
+        "--input",
+        tmp_path / "a.jsonl",
+        "--tokenizer",
+        tokenizer,
+        "--output",
+        tmp_path / "out",
+        "--tasks",
+        "2",
+    ]
     monkeypatch.setattr(sys, "argv", ["prepare_cluster.py", *map(str, words)])
     doors: list[Callable[[], object]] = [
         lambda: merge(tmp_path / "parts", tmp_path / "out"),
@@ -106,14 +121,20 @@ for name in sys.argv[1:]:
 
 
 def test_an_output_that_this_user_may_not_replace(tmp_path: Path) -> None:
-    """With files that can't be removed; in a directory that can't be written; for root's child in a sticky one."""
+    """With files that can't be removed; in a directory that can't be written; for root's child
+    in a sticky one.
+    """
     modes = {"inside": (0o777, 0o555), "above": (0o555, 0o777), "own": (0o777, 0o777)}
     closed = dict[Path, int]()
     expected = ["or a directory in it is not writable", f"{tmp_path}/above is not writable"]
     if os.geteuid() == 0:
         modes["sticky"] = (0o1777, 0o777)
         expected.append("it is another user's, and the directory above it has the sticky bit")
-        closed = {path: path.stat().st_mode for path in (tmp_path, *tmp_path.parents) if not path.stat().st_mode & 1}
+        closed = {
+            path: path.stat().st_mode
+            for path in (tmp_path, *tmp_path.parents)
+            if not path.stat().st_mode & 1
+        }
     for name, (above, output) in modes.items():
         (tmp_path / name / "out").mkdir(parents=True)
         (tmp_path / name / "out").chmod(output)
@@ -122,7 +143,9 @@ def test_an_output_that_this_user_may_not_replace(tmp_path: Path) -> None:
     try:
         for path, mode in closed.items():
             path.chmod(mode | 0o111)
-        lines = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
+        lines = subprocess.run(
+            words, check=True, capture_output=True, text=True
+        ).stdout.splitlines()
     finally:
         for path, mode in closed.items():
             path.chmod(mode)

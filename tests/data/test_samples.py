@@ -1,4 +1,6 @@
-"""The order of samples: the same for each split of a batch, each window once an epoch, blends by largest deficit."""
+"""The order of samples: the same for each split of a batch, each window once an epoch, blends by
+largest deficit.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,12 @@ def test_ranks_together_hold_the_global_batch(
     whole = torch.from_numpy(np.stack([samples[k] for k in range(step * size, (step + 1) * size)]))
     assert whole.shape == (size, 5)
     assert whole.dtype == torch.int64
-    ranks = [samples.rank_batches(step, size, micro, accumulation, rank, data) for rank in range(data)]
-    assert all(part.shape == (micro, 4) for batches in ranks for batch in batches for part in batch[:2])
+    ranks = [
+        samples.rank_batches(step, size, micro, accumulation, rank, data) for rank in range(data)
+    ]
+    assert all(
+        part.shape == (micro, 4) for batches in ranks for batch in batches for part in batch[:2]
+    )
     assert all(batch[2:] == (None, None) for batches in ranks for batch in batches)
     # Accumulation outermost, then ranks: read in that order the rows are the global batch itself.
     in_order = [ranks[rank][i] for i in range(accumulation) for rank in range(data)]
@@ -73,14 +79,18 @@ def test_each_epoch_has_each_target_once(corpus: Corpus) -> None:
     for epoch in range(3):
         starts = [int(samples[k][0]) for k in range(epoch * windows, (epoch + 1) * windows)]
         assert sorted(starts) == list(range(0, 100, 4))
-        targets = [int(t) for k in range(epoch * windows, (epoch + 1) * windows) for t in samples[k][1:]]
+        targets = [
+            int(t) for k in range(epoch * windows, (epoch + 1) * windows) for t in samples[k][1:]
+        ]
         assert sorted(targets) == list(range(1, 101))
         orders.append(starts)
     assert orders[0] != orders[1] != orders[2]
 
 
 def test_a_sample_depends_on_its_number_alone(corpus: Corpus) -> None:
-    """Read in another order by another object, and a trillion samples in: at once, with the shares kept."""
+    """Read in another order by another object, and a trillion samples in: at once, with the
+    shares kept.
+    """
     prefixes = _two(corpus)
     first, second = PackedSamples(prefixes, 4, 3), PackedSamples(prefixes, 4, 3)
     expected = [first[k] for k in range(300)]
@@ -96,7 +106,9 @@ def test_a_sample_depends_on_its_number_alone(corpus: Corpus) -> None:
 
 def test_blend_matches_largest_deficit_and_its_proportions(corpus: Corpus) -> None:
     weights = [0.5, 0.3, 0.2]
-    samples = PackedSamples({corpus(50, first=100 * i): 10 * w for i, w in enumerate(weights)}, 4, 1)
+    samples = PackedSamples(
+        {corpus(50, first=100 * i): 10 * w for i, w in enumerate(weights)}, 4, 1
+    )
     counts = [0, 0, 0]
     for k in range(1000):
         corpus_number, epoch, _ = (int(part[0]) for part in samples.locate(np.array([k])))
@@ -109,7 +121,9 @@ def test_blend_matches_largest_deficit_and_its_proportions(corpus: Corpus) -> No
     assert counts == [500, 300, 200]
 
 
-def test_blend_covers_epochs_across_periods(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blend_covers_epochs_across_periods(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(samples_module, "BLEND_PERIOD", 10)
     samples = PackedSamples({corpus(50): 1, corpus(30, first=100): 2}, 4, 1)
     corpora, epochs, places = samples.locate(np.arange(200))
@@ -127,16 +141,25 @@ def test_shares_follow_the_weights(weights: list[float]) -> None:
     blend = samples_module._Blend({str(i): weight for i, weight in enumerate(weights)})
     chosen, _ = blend.locate(np.arange(BLEND_PERIOD, 2 * BLEND_PERIOD))
     for i, weight in enumerate(weights):
-        assert abs(np.count_nonzero(chosen == i) / BLEND_PERIOD - weight / sum(weights)) <= 1 / BLEND_PERIOD
+        assert (
+            abs(np.count_nonzero(chosen == i) / BLEND_PERIOD - weight / sum(weights))
+            <= 1 / BLEND_PERIOD
+        )
 
 
 def test_refusals_have_numbers(corpus: Corpus) -> None:
     short = corpus(4)
     PackedSamples({corpus(5): 1.0}, 4, 0)
     cases: list[tuple[Callable[[], object], str]] = [
-        (lambda: PackedSamples({short: 1.0}, 4, 0), r"its 3 documents of 4 tokens are too short for a sample"),
+        (
+            lambda: PackedSamples({short: 1.0}, 4, 0),
+            r"its 3 documents of 4 tokens are too short for a sample",
+        ),
         (lambda: PackedSamples({corpus(50): 1, corpus(51): 0}, 4, 0), "weight 0 of"),
-        (lambda: PackedSamples({corpus(50): 1e6, corpus(51): 1}, 4, 0), r"at least 0\.0001 is needed"),
+        (
+            lambda: PackedSamples({corpus(50): 1e6, corpus(51): 1}, 4, 0),
+            r"at least 0\.0001 is needed",
+        ),
         (lambda: ValidationSamples(corpus(1), 8), "3 documents of 1 tokens are too short"),
         (lambda: PackedSamples({}, 4, 0), "no corpus"),
     ]
@@ -156,7 +179,9 @@ def test_a_limited_validation_does_not_depend_on_the_topology(
     def scored(micro: int, data: int) -> list[int]:
         ranks = [list(samples.batches(limit, micro, rank, data)) for rank in range(data)]
         assert {len(batches) for batches in ranks} == {-(-min(limit, 21) // (micro * data))}
-        return sorted(int(x) for batches in ranks for b in batches for x in b.labels[b.labels != IGNORE_INDEX])
+        return sorted(
+            int(x) for batches in ranks for b in batches for x in b.labels[b.labels != IGNORE_INDEX]
+        )
 
     assert scored(micro, data) == scored(1, 1)
     firsts = {int(row[0]) for batch in samples.batches(limit, 1, 0, 1) for row in batch.labels}

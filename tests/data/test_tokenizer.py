@@ -12,7 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sentencex import segment
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.support.corpora import held_out, run
@@ -22,7 +30,12 @@ from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.data import tokenizer as tokenizer_module
 from zero_tp.data.indexed import IndexedCorpus
-from zero_tp.data.tokenizer import DocumentEncoder, MaskingVocabulary, corpus_fingerprint, vocabulary_size
+from zero_tp.data.tokenizer import (
+    DocumentEncoder,
+    MaskingVocabulary,
+    corpus_fingerprint,
+    vocabulary_size,
+)
 from zero_tp.data.tokenizer_files import open_tokenizer
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.tools.corpus import corpus as corpus_module
@@ -37,7 +50,9 @@ def wordpiece() -> PreTrainedTokenizerFast:
 
 def byte_level() -> PreTrainedTokenizerFast:
     tokenizer = train_bpe(iter(BARE), 600)
-    tokenizer.add_special_tokens({name: token for name, token in SPECIAL.items() if name != "unk_token"})
+    tokenizer.add_special_tokens(
+        {name: token for name, token in SPECIAL.items() if name != "unk_token"}
+    )
     return tokenizer
 
 
@@ -46,7 +61,10 @@ def metaspace() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     trainer = trainers.UnigramTrainer(
-        vocab_size=600, special_tokens=list(SPECIAL.values()), unk_token="[UNK]", show_progress=False
+        vocab_size=600,
+        special_tokens=list(SPECIAL.values()),
+        unk_token="[UNK]",
+        show_progress=False,
     )
     tokenizer.train_from_iterator(BARE, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
@@ -55,10 +73,19 @@ def metaspace() -> PreTrainedTokenizerFast:
 def suffixed() -> PreTrainedTokenizerFast:
     """A tokenizer that marks where words end, as the first GPT's and CLIP's."""
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]", end_of_word_suffix="</w>"))
-    words = [pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel(add_prefix_space=False)]  # CLIP has both
-    tokenizer.pre_tokenizer, tokenizer.normalizer = pre_tokenizers.Sequence(words), normalizers.Lowercase()
+    words = [
+        pre_tokenizers.Whitespace(),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ]  # CLIP has both
+    tokenizer.pre_tokenizer, tokenizer.normalizer = (
+        pre_tokenizers.Sequence(words),
+        normalizers.Lowercase(),
+    )
     trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=list(SPECIAL.values()), end_of_word_suffix="</w>", show_progress=False
+        vocab_size=600,
+        special_tokens=list(SPECIAL.values()),
+        end_of_word_suffix="</w>",
+        show_progress=False,
     )
     tokenizer.train_from_iterator(BARE, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
@@ -69,12 +96,17 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerFast) -> MaskingVocabulary:
 
 
 MADE: list[tuple[Callable[[], PreTrainedTokenizerFast], list[str]]] = [
-    (wordpiece, SPEECHES), (byte_level, BARE), (metaspace, BARE), (suffixed, BARE),
-]  # fmt: skip
+    (wordpiece, SPEECHES),
+    (byte_level, BARE),
+    (metaspace, BARE),
+    (suffixed, BARE),
+]
 
 
 @pytest.mark.parametrize(("make", "texts"), in_tiers(MADE, MADE[:2]))
-def test_words_are_those_of_the_tokenizer(make: Callable[[], PreTrainedTokenizerFast], texts: list[str]) -> None:
+def test_words_are_those_of_the_tokenizer(
+    make: Callable[[], PreTrainedTokenizerFast], texts: list[str]
+) -> None:
     """The outside reference is the number of its word that tokenizers gives with each token."""
     tokenizer = make()
     vocabulary = vocabulary_of(tokenizer)
@@ -93,11 +125,23 @@ def test_a_first_token_and_one_after_a_special_one_begin_a_word() -> None:
     middle = tokenizer.convert_tokens_to_ids("##s")
     the, sep = tokenizer.convert_tokens_to_ids("the"), tokenizer.sep_token_id
     row = np.array([middle, middle, sep, middle, the, middle, tokenizer.unk_token_id, the])
-    assert vocabulary.word_begins(row).tolist() == [True, False, False, True, True, False, False, True]
+    assert vocabulary.word_begins(row).tolist() == [
+        True,
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_a_tokenizer_that_cannot_mask_is_refused() -> None:
-    with pytest.raises(UserError, match=r"tokenizer has it: it has no mask_token and no sep_token and no cls_token, "):
+    with pytest.raises(
+        UserError,
+        match=r"tokenizer has it: it has no mask_token and no sep_token and no cls_token, ",
+    ):
         MaskingVocabulary.from_tokenizer(train_bpe(iter(BARE), 300), Path("has it"), 300)
     words = {token: i for i, token in enumerate([*SPECIAL.values(), "a", "b"])}
     plain = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
@@ -108,7 +152,9 @@ def test_a_tokenizer_that_cannot_mask_is_refused() -> None:
 def rename_token(tokenizer: Path, old: str, new: str) -> None:
     """Rename a token that no setting names."""
     config, model = tokenizer / "tokenizer_config.json", tokenizer / "tokenizer.json"
-    config.write_text(json.dumps({"tokenizer_class": json.loads(config.read_text())["tokenizer_class"]}))
+    config.write_text(
+        json.dumps({"tokenizer_class": json.loads(config.read_text())["tokenizer_class"]})
+    )
     model.write_text(model.read_text().replace(json.dumps(old), json.dumps(new)))
 
 
@@ -121,7 +167,9 @@ def test_the_end_of_a_document_is_found_or_named(tmp_path: Path) -> None:
     corpus = IndexedCorpus(found.output / "train")
     assert all(corpus.document(i)[-1] == 0 for i in range(len(corpus)))
     rename_token(given, "</s>", "<stop>")
-    with pytest.raises(UserError, match=r"no eos token, .* with --eos \(candidates: none with a well-known name\)"):
+    with pytest.raises(
+        UserError, match=r"no eos token, .* with --eos \(candidates: none with a well-known name\)"
+    ):
         run(tmp_path, "third", tokenizer=str(given))
     named = run(tmp_path, "named", tokenizer=str(given), eos="<stop>")
     assert named.report["end_of_document"] == "<stop>"
@@ -138,26 +186,36 @@ def test_the_end_of_a_document_is_found_or_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("added", [[], [AddedToken("stop")], [AddedToken("stop", special=True)]])
 def test_any_token_can_end_documents(tmp_path: Path, added: list[AddedToken]) -> None:
-    """A word of the vocabulary too: transformers makes it a special token when it opens the corpus's tokenizer."""
+    """A word of the vocabulary too: transformers makes it a special token when it opens the
+    corpus's tokenizer.
+    """
     backend = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "cat": 2, "stop": 3}, "[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.add_tokens(added)
-    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]").save_pretrained(str(tmp_path / "words"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]").save_pretrained(
+        str(tmp_path / "words")
+    )
     texts, directory = ["a cat", "cat cat a", "a a"], str(tmp_path / "words")
     prepared = run(tmp_path, texts=texts, tokenizer=directory, eos="stop", validation=1)
     opened = AutoTokenizer.from_pretrained(str(prepared.output / "tokenizer"))
     corpora = [IndexedCorpus(prepared.output / split) for split in ("train", "validation")]
     documents = [corpus.document(i).tolist() for corpus in corpora for i in range(len(corpus))]
     assert opened.eos_token_id == 3
-    assert sorted(documents) == sorted([*opened.encode(text, add_special_tokens=False), 3] for text in texts)
+    assert sorted(documents) == sorted(
+        [*opened.encode(text, add_special_tokens=False), 3] for text in texts
+    )
     recorded = corpus_fingerprint(str(prepared.output / "train"))
-    assert recorded is not None and recorded.difference(TokenizerFingerprint.of(opened), "", "") == ""
+    assert (
+        recorded is not None and recorded.difference(TokenizerFingerprint.of(opened), "", "") == ""
+    )
 
 
 def test_a_tokenizer_that_encodes_few_texts_can_be_saved(tmp_path: Path) -> None:
     backend = Tokenizer(models.WordLevel({"a": 0, "cat": 1, "</s>": 2}))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(str(tmp_path / "words"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(
+        str(tmp_path / "words")
+    )
     directory = str(tmp_path / "words")
     report = run(tmp_path, texts=["a cat", "cat cat a"], tokenizer=directory, validation=1).report
     assert sum(split["tokens"] for split in report["splits"].values()) == 7
@@ -180,16 +238,23 @@ def test_a_prefix_without_a_name_records_no_tokenizer() -> None:
     assert [corpus_fingerprint(prefix) for prefix in (".", "..", "")] == [None] * 3
 
 
-def test_what_opens_a_tokenizer_without_torch_is_what_transformers_would_choose(tmp_path: Path) -> None:
+def test_what_opens_a_tokenizer_without_torch_is_what_transformers_would_choose(
+    tmp_path: Path,
+) -> None:
     directory = run(tmp_path).output / "tokenizer"
     ours, theirs = open_tokenizer(directory), AutoTokenizer.from_pretrained(str(directory))
     assert type(ours) is type(theirs)
     for name, tokenizer in (("ours", ours), ("theirs", theirs)):
         tokenizer.save_pretrained(str(tmp_path / name))
-    saved = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("ours", "theirs")]
+    saved = [
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("ours", "theirs")
+    ]
     assert saved[0] == saved[1] and len(saved[0]) >= 2
     done = subprocess.run(
-        [sys.executable, "-c", OPENED, str(directory)], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
+        [sys.executable, "-c", OPENED, str(directory)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
     )
     assert done.stdout == b"False\n"
 
@@ -206,7 +271,9 @@ print("torch" in sys.modules)
 def test_sentences_are_kept_as_sequences_and_the_tokens_stay_the_same(tmp_path: Path) -> None:
     for name, kind in (("wordpiece", "wordpiece:400"), ("bpe", "bpe:400")):
         plain = run(tmp_path, f"{name}-plain", texts=SPEECHES, tokenizer=kind).output
-        split = run(tmp_path, f"{name}-split", texts=SPEECHES, tokenizer=kind, sentences="en").output
+        split = run(
+            tmp_path, f"{name}-split", texts=SPEECHES, tokenizer=kind, sentences="en"
+        ).output
         assert (plain / "train.bin").read_bytes() == (split / "train.bin").read_bytes()
         tokenizer = AutoTokenizer.from_pretrained(str(split / "tokenizer"))
         held = held_out(split)
@@ -219,9 +286,14 @@ def test_sentences_are_kept_as_sequences_and_the_tokens_stay_the_same(tmp_path: 
             sentences = [part.tolist() for part in np.split(corpus.document(i), begins[1:])]
             number += len(sentences)
             if name == "wordpiece":
-                assert sentences == [tokenizer.encode(sentence, add_special_tokens=False) for sentence in expected]
+                assert sentences == [
+                    tokenizer.encode(sentence, add_special_tokens=False) for sentence in expected
+                ]
             else:
-                decoded = [str(tokenizer.decode(sentence, skip_special_tokens=True)).strip() for sentence in sentences]
+                decoded = [
+                    str(tokenizer.decode(sentence, skip_special_tokens=True)).strip()
+                    for sentence in sentences
+                ]
                 assert decoded == expected and sentences[-1][-1] == tokenizer.eos_token_id
         assert number > 20 * len(corpus)
 
@@ -229,13 +301,18 @@ def test_sentences_are_kept_as_sequences_and_the_tokens_stay_the_same(tmp_path: 
 def test_no_white_space_ends_the_splitting_of_sentences() -> None:
     encoder = DocumentEncoder(train_bpe(iter(BARE), 300), "en")
     for space in "\x85\xa0\u2003\u2028\u3000":
-        ((ids, starts),) = encoder.encode([f"The bill B{space}. It has passed. More text {space}{space}. The end."])
+        ((ids, starts),) = encoder.encode(
+            [f"The bill B{space}. It has passed. More text {space}{space}. The end."]
+        )
         assert starts[0] and 1 < starts.sum() < len(ids), "not a panic of sentencex"
 
 
 def test_a_character_that_a_tokenizer_has_no_token_for_is_one_line() -> None:
     backend = Tokenizer(models.WordPiece({"a": 0}, unk_token="[UNK]"))
-    with pytest.raises(UserError, match=r"can't encode a document \(.*Missing \[UNK\] token.*\); use a tokenizer with"):
+    with pytest.raises(
+        UserError,
+        match=r"can't encode a document \(.*Missing \[UNK\] token.*\); use a tokenizer with",
+    ):
         DocumentEncoder(PreTrainedTokenizerFast(tokenizer_object=backend)).encode(["a", "b"])
 
 

@@ -20,7 +20,14 @@ from zero_tp.data.tokenizer_files import copy_tokenizer, match_tokenizer, open_t
 from zero_tp.data.tokenizer_fingerprint import PROBES
 
 PAGE = speeches(1, 2000)[0]
-TEXTS = (*PROBES, OTHER_SCRIPTS, PAGE, "  12345 \t\n 6 7", "<|endoftext|>a</s><s> <|im_start|>b <|begin_of_text|>", "")
+TEXTS = (
+    *PROBES,
+    OTHER_SCRIPTS,
+    PAGE,
+    "  12345 \t\n 6 7",
+    "<|endoftext|>a</s><s> <|im_start|>b <|begin_of_text|>",
+    "",
+)
 GRID = [(kind, make) for kind in MODEL_TYPES for make in MAKES]
 PAIRS = [(kind, list(MAKES)[i % len(MAKES)]) for i, kind in enumerate(MODEL_TYPES)]
 FIRST = [pair for pair in GRID if pair in PAIRS or pair[0] == "qwen2"]
@@ -31,11 +38,17 @@ FIRST_CLASSES = list(zip(("llama_3", "bpe", "deepseek", "smollm"), NAMED, strict
 
 def ids(tokenizer: Any) -> list[list[int]]:
     """The ids of all texts, with and without the tokens around them."""
-    return [tokenizer.encode(text, add_special_tokens=around) for text in TEXTS for around in (True, False)]
+    return [
+        tokenizer.encode(text, add_special_tokens=around)
+        for text in TEXTS
+        for around in (True, False)
+    ]
 
 
 @pytest.mark.parametrize(("model_type", "make"), in_tiers(GRID, FIRST))
-def test_each_model_opens_each_tokenizer_with_its_ids(tmp_path: Path, model_type: str, make: str) -> None:
+def test_each_model_opens_each_tokenizer_with_its_ids(
+    tmp_path: Path, model_type: str, make: str
+) -> None:
     tokenizer: Any = MAKES[make]()
     tokenizer.chat_template = "{{ messages[0]['content'] }}"
     source, export = tmp_path / "tokenizer", tmp_path / "export"
@@ -48,16 +61,24 @@ def test_each_model_opens_each_tokenizer_with_its_ids(tmp_path: Path, model_type
     assert (opened.get_vocab(), opened.model_max_length) == (tokenizer.get_vocab(), 64)
     assert opened.special_tokens_map == tokenizer.special_tokens_map
     assert opened.chat_template == tokenizer.chat_template
-    assert "auto_map" not in (export / "tokenizer_config.json").read_text() and not list(export.glob("*.py"))
+    assert "auto_map" not in (export / "tokenizer_config.json").read_text() and not list(
+        export.glob("*.py")
+    )
 
 
 @pytest.mark.parametrize(("make", "named"), in_tiers(CLASSES, FIRST_CLASSES))
-def test_a_directory_whose_settings_name_another_class(tmp_path: Path, make: str, named: str | None) -> None:
+def test_a_directory_whose_settings_name_another_class(
+    tmp_path: Path, make: str, named: str | None
+) -> None:
     """What a corpus is prepared with is that class; an export has to open as it did."""
     source = tmp_path / "published"
     MAKES[make]().save_pretrained(str(source))
-    settings = json.loads((source / "tokenizer_config.json").read_text()) | {"tokenizer_class": named}
-    (source / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
+    settings = json.loads((source / "tokenizer_config.json").read_text()) | {
+        "tokenizer_class": named
+    }
+    (source / "tokenizer_config.json").write_text(
+        json.dumps({k: v for k, v in settings.items() if v is not None})
+    )
     expected = ids(AutoTokenizer.from_pretrained(str(source)))
     for model_type in random.Random(f"{make} {named}").sample(MODEL_TYPES, 2):
         export = tmp_path / model_type
@@ -76,5 +97,12 @@ def test_a_tokenizer_that_no_settings_open_as_it_was_is_left_out(
     tiny_config("qwen2", VOCABULARY).save_pretrained(export)
     copy_tokenizer(source, export, 64)
     problem = match_tokenizer(export, open_tokenizer(source))
-    assert "tokens (" in problem and "as transformers opens it (Qwen2Tokenizer)" in problem and "\n" not in problem
-    assert not [name for name in ID_FILES if (export / name).exists()] and (export / "config.json").exists()
+    assert (
+        "tokens (" in problem
+        and "as transformers opens it (Qwen2Tokenizer)" in problem
+        and "\n" not in problem
+    )
+    assert (
+        not [name for name in ID_FILES if (export / name).exists()]
+        and (export / "config.json").exists()
+    )

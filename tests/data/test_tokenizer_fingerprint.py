@@ -15,7 +15,9 @@ from zero_tp.base.errors import UserError
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 
 
-def changed(make: Callable[[], PreTrainedTokenizerFast], change: Callable[[dict[str, Any]], None]) -> Any:
+def changed(
+    make: Callable[[], PreTrainedTokenizerFast], change: Callable[[dict[str, Any]], None]
+) -> Any:
     """A tokenizer after a change of its serialised form."""
     tokenizer: Any = make()
     values = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -31,7 +33,11 @@ def of(tokenizer: Any) -> TokenizerFingerprint:
 
 def test_what_surrounds_ids_changes_no_fingerprint() -> None:
     before, tokenizer = of(llama_3()), llama_3()
-    tokenizer.chat_template, tokenizer.padding_side, tokenizer.model_max_length = "{{ messages }}", "left", 7
+    tokenizer.chat_template, tokenizer.padding_side, tokenizer.model_max_length = (
+        "{{ messages }}",
+        "left",
+        7,
+    )
     tokenizer.backend_tokenizer.enable_truncation(3)
     tokenizer.backend_tokenizer.enable_padding()
     after = of(tokenizer)
@@ -54,7 +60,10 @@ def _add_token(values: dict[str, Any]) -> None:
 
 CHANGES: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "normalizer": ("llama_3", lambda values: values.update(normalizer={"type": "Lowercase"})),
-    "digits": ("smollm", lambda values: values["pre_tokenizer"]["pretokenizers"][0].update(individual_digits=False)),
+    "digits": (
+        "smollm",
+        lambda values: values["pre_tokenizer"]["pretokenizers"][0].update(individual_digits=False),
+    ),
     "merges": ("bpe", lambda values: values["model"]["merges"].pop(0)),
     "vocabulary": ("bpe", _swap_ids),
     "scores": ("unigram", _lower_score),
@@ -74,16 +83,26 @@ def test_a_difference_shows_two_texts() -> None:
     with pytest.raises(UserError) as refused:
         of(llama_3()).require_same(of(own_bpe()), "the tokenizer of A", "the one of B", "take A's")
     line = str(refused.value)
-    assert line.startswith("the tokenizer of A differs from the one of B: ") and line.endswith("; take A's")
-    assert line.count(" with the former but ") == 2 and line.count(" tokens (") == 4 and "\n" not in line
+    assert line.startswith("the tokenizer of A differs from the one of B: ") and line.endswith(
+        "; take A's"
+    )
+    assert (
+        line.count(" with the former but ") == 2
+        and line.count(" tokens (") == 4
+        and "\n" not in line
+    )
 
 
 def test_an_added_token_is_shown_with_its_own_text() -> None:
     plain, extended = of(own_bpe()), own_bpe()
     extended.add_tokens([AddedToken("<|tool|>", special=True)])
-    with pytest.raises(UserError, match=r'"a <\|tool\|> b" is .* with the former but 4 tokens .* with the latter'):
+    with pytest.raises(
+        UserError, match=r'"a <\|tool\|> b" is .* with the former but 4 tokens .* with the latter'
+    ):
         of(extended).check(own_bpe(), "A", "B", "")
-    with pytest.raises(UserError, match=r"added_tokens differ, though \d+ example texts have the same ids"):
+    with pytest.raises(
+        UserError, match=r"added_tokens differ, though \d+ example texts have the same ids"
+    ):
         plain.check(extended, "A", "B", "")
     extended.add_tokens([AddedToken("<|im_start|>", special=True)])
     with pytest.raises(UserError, match=r"<\|im_start\|>"):
@@ -101,7 +120,10 @@ def test_another_version_of_the_libraries_may_write_an_equal_tokenizer_otherwise
     assert of(changed(own_bpe, rewrite)) == before
     renamed = before.model_copy(update={"parts": before.parts | {"model": "0" * 64}})
     assert "its model differ" in before.difference(renamed, "", "")
-    assert before.difference(renamed.model_copy(update={"versions": {"tokenizers": "9"}}), "", "") == ""
+    assert (
+        before.difference(renamed.model_copy(update={"versions": {"tokenizers": "9"}}), "", "")
+        == ""
+    )
     other = of(llama_3()).model_copy(update={"versions": {"tokenizers": "9"}})
     assert before.difference(other, "", "")
 

@@ -1,4 +1,6 @@
-"""One step of the engine against GPT2LMHeadModel: the first minute of what test_parity.py proves at length."""
+"""One step of the engine against GPT2LMHeadModel: the first minute of what test_parity.py proves
+at length.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,12 @@ from zero_tp.model.causal_lm import next_tokens
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.topology import Topology
 
-SHARED = gpt2_config(0.1, n_head=24, n_embd=72, n_positions=80, vocab_size=301, tie_word_embeddings=False)
-"""Its larger matrices have 2 to 5 blocks, some of which end inside one, on each of 1 and 2 TP ranks."""
+SHARED = gpt2_config(
+    0.1, n_head=24, n_embd=72, n_positions=80, vocab_size=301, tie_word_embeddings=False
+)
+"""Its larger matrices have 2 to 5 blocks, some of which end inside one, on each of 1 and 2 TP
+ranks.
+"""
 
 
 @contextmanager
@@ -54,7 +60,11 @@ def initial(tensor: int, stage: int, dtype: str) -> tuple[int, list[int], dict[s
     settings = deepspeed_settings(stage, dtype=dtype, zero_optimization=zero)
     with recorded_draws() as seeds:
         engine = TrainingEngine.from_dict(copy.deepcopy(SHARED), topology, settings, seed=5)
-    return topology.tensor_rank, seeds, {name: weight.clone() for name, weight in native_tensors(engine.model)}
+    return (
+        topology.tensor_rank,
+        seeds,
+        {name: weight.clone() for name, weight in native_tensors(engine.model)},
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,7 +79,9 @@ def test_data_parallel_ranks_draw_each_weight_once_among_them(
 ) -> None:
     config = copy.deepcopy(SHARED)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    expected = dict(native_tensors(ZeroTPForCausalLM(config, Topology(world=1), seed=5, dtype=kind)))
+    expected = dict(
+        native_tensors(ZeroTPForCausalLM(config, Topology(world=1), seed=5, dtype=kind))
+    )
     drawn: list[list[int]] = [[] for _ in range(tensor)]
     for tensor_rank, seeds, weights in ranks(4).run(initial, tensor, stage, dtype):
         assert seeds and weights.keys() == expected.keys()
@@ -104,29 +116,43 @@ def test_loss_and_gradient_norm_of_a_step(ranks: Pools, sequence: bool, stage: i
     tokens = tokens_of_the_step()
     expected_loss = model(tokens, labels=tokens).loss
     expected_loss.backward()
-    expected_norm = sum(float(parameter.grad.double().square().sum()) for parameter in model.parameters()) ** 0.5
+    expected_norm = (
+        sum(float(parameter.grad.double().square().sum()) for parameter in model.parameters())
+        ** 0.5
+    )
     losses, norms, starts = zip(*ranks(4).run(one_step, 2, sequence, stage), strict=True)
     assert losses == pytest.approx([expected_loss.item()] * 4, rel=1e-5)
     assert norms == pytest.approx([expected_norm] * 4, rel=1e-5)
     for weights in starts:
-        assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in weights.items())
+        assert all(
+            torch.equal(tensor, model.state_dict()[name]) for name, tensor in weights.items()
+        )
 
 
 def labels_of_the_step() -> Tensor:
-    """Ignored in part, and more on one DP rank than on the other: a mean of means would be another number."""
+    """Ignored in part, and more on one DP rank than on the other: a mean of means would be
+    another number.
+    """
     labels = next_tokens(tokens_of_the_step())
     labels[: BATCH // 2, 3:] = -100
     return labels
 
 
 def validated(stage: int) -> tuple[float, float, bool]:
-    """Validation losses before and after a step with a learning rate of zero, and whether that step had dropout."""
+    """Validation losses before and after a step with a learning rate of zero, and whether that
+    step had dropout.
+    """
     topology = grid(2, True)
     still = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}
     engine = build(topology, stage, dropout=0.5, optimizer=still)
     modes: list[bool] = []
-    engine.model.transformer.register_forward_pre_hook(lambda module, _: modes.append(module.training))
-    own = [whole.chunk(topology.data)[topology.data_rank] for whole in (tokens_of_the_step(), labels_of_the_step())]
+    engine.model.transformer.register_forward_pre_hook(
+        lambda module, _: modes.append(module.training)
+    )
+    own = [
+        whole.chunk(topology.data)[topology.data_rank]
+        for whole in (tokens_of_the_step(), labels_of_the_step())
+    ]
     batches = list(zip(*(part.chunk(ACCUMULATION) for part in own), strict=True))
     before = engine.evaluate(batches)["loss"]
     modes.clear()
@@ -138,7 +164,9 @@ def validated(stage: int) -> tuple[float, float, bool]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_validation_is_the_mean_over_all_labels(ranks: Pools, stage: int) -> None:
     logits = reference_model()(tokens_of_the_step()).logits
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels_of_the_step().flatten()).item()
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels_of_the_step().flatten()
+    ).item()
     for before, after, dropped in ranks(4).run(validated, stage):
         assert before == after == pytest.approx(expected, rel=1e-5)
         assert dropped, "a step after a validation has no dropout"
@@ -148,7 +176,10 @@ def masters_at_the_start() -> tuple[list[Tensor], list[Tensor], list[Any]]:
     engine = build(grid(2, True), 0, bf16={"enabled": True})
     states = engine.zero.states()
     steps = [state["step"] for state in states.optimizer.state.values() if "step" in state]
-    weights = [engine.model.get_parameter(each.name).detach().flatten().clone() for each in states.fragments]
+    weights = [
+        engine.model.get_parameter(each.name).detach().flatten().clone()
+        for each in states.fragments
+    ]
     return [states.get(each, MASTER).clone() for each in states.fragments], weights, steps
 
 
@@ -161,11 +192,19 @@ def test_no_step_is_taken_before_the_first(ranks: Pools) -> None:
 
 
 def frequencies_of_an_engine() -> list[Tensor]:
-    """Of a bf16 ZeRO-3 engine's model, and of its config alone: `zero.Init` rounds the tensors that are made in it."""
+    """Of a bf16 ZeRO-3 engine's model, and of its config alone: `zero.Init` rounds the tensors
+    that are made in it.
+    """
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, vocab_size=48
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        vocab_size=48,
     )
-    engine = TrainingEngine.from_dict(config, Topology(), deepspeed_settings(3, dtype="bf16"), seed=0)
+    engine = TrainingEngine.from_dict(
+        config, Topology(), deepspeed_settings(3, dtype="bf16"), seed=0
+    )
     engine.train_step([(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))])
     specs: tuple[Any, ...] = (engine.model.spec, architecture_of(config).spec(config))
     return [spec.rotary.frequencies(4, torch.device("cpu"))[0] for spec in specs]
@@ -198,21 +237,34 @@ def engine_of_a_script() -> tuple[str, bool]:
 
 def test_the_nvme_directory_of_a_script_is_checked() -> None:
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/no/directory"}}
-    with pytest.raises(UserError, match=r"offload_param\.nvme_path: /no/directory is not a directory"):
-        TrainingEngine.from_dict(SHARED, Topology(world=1), deepspeed_settings(3, zero_optimization=zero), seed=0)
+    with pytest.raises(
+        UserError, match=r"offload_param\.nvme_path: /no/directory is not a directory"
+    ):
+        TrainingEngine.from_dict(
+            SHARED, Topology(world=1), deepspeed_settings(3, zero_optimization=zero), seed=0
+        )
 
 
 def test_a_step_has_as_many_micro_batches_as_the_config_says(ranks: Pools) -> None:
     """With fewer DeepSpeed would update in the middle of a later step."""
     for error, trained in ranks(1).run(engine_of_a_script):
-        assert error.startswith("a step was given 1 micro-batches, and gradient_accumulation_steps is 2: ")
+        assert error.startswith(
+            "a step was given 1 micro-batches, and gradient_accumulation_steps is 2: "
+        )
         assert trained
 
 
 def batches_of_the_other_objective() -> list[str]:
-    """Errors of a decoder that is given a mapping, and of an encoder that is given a pair, in steps and evaluations."""
+    """Errors of a decoder that is given a mapping, and of an encoder that is given a pair, in
+    steps and evaluations.
+    """
     row = torch.ones(1, 4, dtype=torch.long)
-    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 16}
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "vocab_size": 16,
+    }
     given: list[tuple[Any, Any]] = [
         (LlamaConfig(**sizes, num_attention_heads=1), {"input_ids": row, "labels": row}),
         (BertConfig(**sizes, num_attention_heads=1), (row, row)),
@@ -230,5 +282,9 @@ def batches_of_the_other_objective() -> list[str]:
 def test_a_batch_of_the_other_objective_is_refused(ranks: Pools) -> None:
     """transformers shifts a causal model's labels, and an engine's labels are shifted already."""
     ((mapping, evaluated, pair, evaluated_pair),) = ranks(1).run(batches_of_the_other_objective)
-    assert mapping == evaluated and mapping.startswith("a causal model was given a mapping, of whose labels the first")
-    assert pair == evaluated_pair and pair.startswith("an encoder was given a pair, whose labels are the next tokens")
+    assert mapping == evaluated and mapping.startswith(
+        "a causal model was given a mapping, of whose labels the first"
+    )
+    assert pair == evaluated_pair and pair.startswith(
+        "an encoder was given a pair, whose labels are the next tokens"
+    )

@@ -30,7 +30,9 @@ from zero_tp.parallel.topology import Topology
 def build(stage: int, dtype: str = "fp32") -> Any:
     config = gpt2_config(0.1, n_layer=1, vocab_size=50, n_positions=8)
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    settings = deepspeed_settings(stage, micro_batch=2, dtype=dtype, lr=1e-2, zero_optimization=zero)
+    settings = deepspeed_settings(
+        stage, micro_batch=2, dtype=dtype, lr=1e-2, zero_optimization=zero
+    )
     return TrainingEngine.from_dict(config, Topology(2, True), settings, seed=1)
 
 
@@ -41,7 +43,9 @@ def train(engine: Any, steps: int) -> None:
 
 
 def disturb(stage: int, dtype: str, name: str) -> str:
-    """The message on a rank of the TP group in which rank 1 holds another value at one place; "" if there is none."""
+    """The message on a rank of the TP group in which rank 1 holds another value at one place; ""
+    if there is none.
+    """
     engine = build(stage, dtype)
     train(engine, 1)
     check_replicas(engine.model, engine.topology, 1)
@@ -60,7 +64,9 @@ def disturb(stage: int, dtype: str, name: str) -> str:
 DRIFTS = [(stage, dtype) for stage in (0, 1, 3) for dtype in ("fp32", "bf16")]
 
 
-@pytest.mark.parametrize(("stage", "dtype"), in_tiers(DRIFTS, [(0, "fp32"), (1, "bf16"), (3, "bf16")]))
+@pytest.mark.parametrize(
+    ("stage", "dtype"), in_tiers(DRIFTS, [(0, "fp32"), (1, "bf16"), (3, "bf16")])
+)
 def test_a_replica_that_drifts_is_named(ranks: Pools, stage: int, dtype: str) -> None:
     name = "transformer.layers.0.mlp_norm.weight"
     first, second, *others = ranks(4).run(disturb, stage, dtype, name)
@@ -88,10 +94,17 @@ def with_a_norm_that_does_not_sum() -> None:
 
 @pytest.mark.parametrize(
     ("broken", "parameter"),
-    [(without_a_hook, "position.weight"), (with_a_norm_that_does_not_sum, "layers.0.mlp_norm.weight")],
+    [
+        (without_a_hook, "position.weight"),
+        (with_a_norm_that_does_not_sum, "layers.0.mlp_norm.weight"),
+    ],
 )
-def test_a_gradient_that_is_not_summed_is_named(ranks: Pools, broken: Callable[[], None], parameter: str) -> None:
-    with pytest.raises(RankError, match=rf"{re.escape(parameter)} was not summed over tensor parallel ranks"):
+def test_a_gradient_that_is_not_summed_is_named(
+    ranks: Pools, broken: Callable[[], None], parameter: str
+) -> None:
+    with pytest.raises(
+        RankError, match=rf"{re.escape(parameter)} was not summed over tensor parallel ranks"
+    ):
         ranks(2).run(broken)
 
 
@@ -101,7 +114,11 @@ def with_a_frozen_norm() -> bool:
     engine.model.transformer.layers[0].mlp_norm.requires_grad_(False)
     before = {name: parameter.clone() for name, parameter in engine.model.named_parameters()}
     train(engine, 2)
-    same = {name for name, parameter in engine.model.named_parameters() if torch.equal(parameter, before[name])}
+    same = {
+        name
+        for name, parameter in engine.model.named_parameters()
+        if torch.equal(parameter, before[name])
+    }
     return same == {name for name in before if "layers.0.mlp_norm." in name}
 
 
@@ -112,13 +129,21 @@ def test_a_frozen_parameter_needs_no_sum(ranks: Pools) -> None:
 def without_labels(model_type: str) -> int:
     """Return the number of sums that a micro-batch without labels runs, each of them."""
     if model_type == "bert":
-        sizes = {"vocab_size": 61, "hidden_size": 24, "max_position_embeddings": 16, "type_vocab_size": 2}
+        sizes = {
+            "vocab_size": 61,
+            "hidden_size": 24,
+            "max_position_embeddings": 16,
+            "type_vocab_size": 2,
+        }
         fields = bert_fields(model_type="bert", pad_token_id=0, architectures=None, **sizes)
         reference, batch = encoder(fields, 1), rows_for(fields, 1)
         batch["next_sentence_label"].fill_(IGNORE_INDEX)
         divisors: dict[str, float] = {"num_items_in_batch": 0, "num_rows_in_batch": 0}
     else:
-        reference, batch = reference_model(experts.fields(model_type), 1), experts.inputs(61, padded=True)
+        reference, batch = (
+            reference_model(experts.fields(model_type), 1),
+            experts.inputs(61, padded=True),
+        )
         divisors = {"num_items_in_batch": 0}
     model = parallel_model(reference, grid(2, True)).train()
     batch["labels"] = torch.full_like(batch["input_ids"], IGNORE_INDEX)
@@ -134,7 +159,7 @@ def test_a_micro_batch_without_labels_sums_every_gradient(ranks: Pools, model_ty
     assert first == second > 5
 
 
-# --- what data-parallel ranks hold twice ------------------------------------------------------------------------------
+# --- what data-parallel ranks hold twice ----------------------------------------------------------
 
 
 def corrupted(stage: int, dtype: str, kind: str, tensor: int = 1) -> str:
@@ -160,7 +185,10 @@ def corrupted(stage: int, dtype: str, kind: str, tensor: int = 1) -> str:
 
 HELD_TWICE = [
     *((stage, dtype, "weight") for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")),
-    *((0, dtype, kind) for dtype, kind in (("bf16", "master"), ("bf16", "exp_avg"), ("fp32", "exp_avg_sq"))),
+    *(
+        (0, dtype, kind)
+        for dtype, kind in (("bf16", "master"), ("bf16", "exp_avg"), ("fp32", "exp_avg_sq"))
+    ),
 ]
 
 
@@ -174,7 +202,8 @@ def test_one_changed_bit_of_what_replicas_hold_twice_names_the_odd_one(
     name = "transformer.layers.0.mlp_norm.weight" + (f" ({kind})" if kind != "weight" else "")
     for message in ranks(3).run(corrupted, stage, dtype, kind):
         assert message.startswith(
-            f"before the update of step 3 parameter {name} on rank 2 differs from the other data-parallel ranks: "
+            f"before the update of step 3 parameter {name} on rank 2 differs from the other "
+            "data-parallel ranks: "
         ), message
 
 
@@ -182,11 +211,16 @@ def test_one_changed_bit_of_what_replicas_hold_twice_names_the_odd_one(
 def test_of_two_replicas_both_are_named(ranks: Pools, tensor: int) -> None:
     both = "ranks 0 and 1" if tensor == 1 else "ranks 1 and 3"
     for message in ranks(2 * tensor).run(corrupted, 1, "fp32", "weight", tensor):
-        assert f"mlp_norm.weight differs between data-parallel {both}: memory or a message was corrupted" in message
+        assert (
+            f"mlp_norm.weight differs between data-parallel {both}: memory or a message was "
+            "corrupted" in message
+        )
 
 
 def repeated(stage: int, recompute: str, faulty: bool) -> tuple[list[float], str]:
-    """Losses and norms of steps with the repetition at each, or without where nothing is faulty; the message."""
+    """Losses and norms of steps with the repetition at each, or without where nothing is faulty;
+    the message.
+    """
     engine = replica(stage, tensor=2, recompute=RecomputePolicy(mode=recompute))
     numbers: list[float] = []
     calls = 0
@@ -204,7 +238,10 @@ def repeated(stage: int, recompute: str, faulty: bool) -> tuple[list[float], str
         engine.model.transformer.layers[0].mlp.register_forward_hook(flip)
     try:
         for step in range(3):
-            numbers += (engine.train_step(rows(engine, step), guarded=step, guard_gradients=True), engine.gradient_norm)
+            numbers += (
+                engine.train_step(rows(engine, step), guarded=step, guard_gradients=True),
+                engine.gradient_norm,
+            )
     except UserError as error:
         return numbers, str(error)
     other = replica(stage, tensor=2, recompute=RecomputePolicy(mode=recompute))

@@ -1,4 +1,6 @@
-"""launch/finetune.py as a user starts it: two ranks, both variants, one table, and the saved model."""
+"""launch/finetune.py as a user starts it: two ranks, both variants, one table, and the saved
+model.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from tests.support.tiny_models import speeches, tiny_gpt2
 from zero_tp.data.documents import read_documents
 from zero_tp.tools.corpus.tokenizer_training import train_wordpiece
 
-SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +46,27 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.thorough
 def test_both_variants_are_in_one_table(workplace: Path) -> None:
     done = script(
-        "launch/finetune.py", workplace, "--model", "export", "--task", "classification", "--train", "train.jsonl",
-        "--validation", "validation.jsonl", "--epochs", "4", "--lr", "3e-3", "--length", "32", "--save", "saved",
-        "--zero-stage", "3",
-    )  # fmt: skip
+        "launch/finetune.py",
+        workplace,
+        "--model",
+        "export",
+        "--task",
+        "classification",
+        "--train",
+        "train.jsonl",
+        "--validation",
+        "validation.jsonl",
+        "--epochs",
+        "4",
+        "--lr",
+        "3e-3",
+        "--length",
+        "32",
+        "--save",
+        "saved",
+        "--zero-stage",
+        "3",
+    )
     assert done.returncode == 0, done.stderr
     table = done.stdout.splitlines()[-4:]
     assert table[0] == "classification, 320 training examples"
@@ -66,30 +90,75 @@ def test_a_mistake_is_one_line(workplace: Path) -> None:
 def test_a_decoder_is_fine_tuned_and_pads_with_its_end_of_text(workplace: Path) -> None:
     tiny_gpt2(workplace / "decoder", speeches(1, 20_000))
     done = script(
-        "launch/finetune.py", workplace, "--model", "decoder", "--task", "classification", "--train", "train.jsonl",
-        "--validation", "validation.jsonl", "--epochs", "1", "--lr", "3e-3", "--length", "32", "--ranks", "1",
-    )  # fmt: skip
+        "launch/finetune.py",
+        workplace,
+        "--model",
+        "decoder",
+        "--task",
+        "classification",
+        "--train",
+        "train.jsonl",
+        "--validation",
+        "validation.jsonl",
+        "--epochs",
+        "1",
+        "--lr",
+        "3e-3",
+        "--length",
+        "32",
+        "--ranks",
+        "1",
+    )
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.splitlines()[-2].split()[1].rstrip("%")) > 75, "the label is the first word"
+    assert float(done.stdout.splitlines()[-2].split()[1].rstrip("%")) > 75, (
+        "the label is the first word"
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("task", "metrics"), [("squad", "F1 exact match"), ("race", "accuracy")])
 def test_spans_and_choices_are_trained(workplace: Path, task: str, metrics: str) -> None:
-    context = "The university's library opened in 1892. It holds eleven million volumes, and it is well lit."
+    context = (
+        "The university's library opened in 1892. It holds eleven million volumes, and it is well "
+        "lit."
+    )
     if task == "squad":
         answer = {"text": "1892", "answer_start": context.index("1892")}
-        entries = [{"question": "When did it open?", "answers": [answer]}, {"question": "Who burnt it?", "answers": []}]
+        entries = [
+            {"question": "When did it open?", "answers": [answer]},
+            {"question": "Who burnt it?", "answers": []},
+        ]
         content: Any = {"data": [{"paragraphs": [{"context": context, "qas": entries}] * 4}]}
     else:
         options = [["1492", "1692", "1892", "1992"], ["rivers", "volumes", "bridges", "lamps"]]
         questions = ["It opened in _ .", "What does it hold?"]
-        content = {"article": context, "questions": questions, "options": options, "answers": ["C", "B"]}
+        content = {
+            "article": context,
+            "questions": questions,
+            "options": options,
+            "answers": ["C", "B"],
+        }
     (workplace / f"{task}.txt").write_text(json.dumps(content))
     done = script(
-        "launch/finetune.py", workplace, "--model", "export", "--task", task, "--train", f"{task}.txt",
-        "--validation", f"{task}.txt", "--epochs", "1", "--length", "48", "--batch-size", "2", "--ranks", "1",
-    )  # fmt: skip
+        "launch/finetune.py",
+        workplace,
+        "--model",
+        "export",
+        "--task",
+        task,
+        "--train",
+        f"{task}.txt",
+        "--validation",
+        f"{task}.txt",
+        "--epochs",
+        "1",
+        "--length",
+        "48",
+        "--batch-size",
+        "2",
+        "--ranks",
+        "1",
+    )
     assert done.returncode == 0, done.stderr
     table = done.stdout.splitlines()[-4:]
     assert table[0] == f"{task}, {8 if task == 'squad' else 2} training examples"

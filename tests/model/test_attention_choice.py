@@ -25,7 +25,9 @@ from zero_tp.run.config import RunConfig
 
 
 @pytest.mark.parametrize("attention", [None, *CORES])
-def test_the_model_has_the_attention_of_the_file_or_sdpa(attention: str | None, tmp_path: Path) -> None:
+def test_the_model_has_the_attention_of_the_file_or_sdpa(
+    attention: str | None, tmp_path: Path
+) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps(RIGHT))
     changes = [] if attention is None else [f"zero_tp.attention={attention}"]
@@ -39,8 +41,19 @@ WHOLE = AttentionMask(1024, 1024, window=256)
 
 
 def spec_of(**fields: Any) -> TransformerSpec:
-    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
-    fields = {**sizes, "use_sliding_window": True, "sliding_window": 256, "max_window_layers": 1, **fields}
+    sizes = {
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 4,
+    }
+    fields = {
+        **sizes,
+        "use_sliding_window": True,
+        "sliding_window": 256,
+        "max_window_layers": 1,
+        **fields,
+    }
     config = Qwen2Config(**fields)
     return architecture_of(config).spec(config)
 
@@ -76,7 +89,9 @@ def test_which_documents_and_windows_take_a_mask(
 
 @pytest.mark.parametrize("allowed", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
-def test_no_mask_reaches_cudnn(masked: bool, allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_mask_reaches_cudnn(
+    masked: bool, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a mask torch chooses as it would without us; afterwards everything is as before."""
     seen: list[tuple[bool, list[int]]] = []
 
@@ -91,7 +106,9 @@ def test_no_mask_reaches_cudnn(masked: bool, allowed: bool, monkeypatch: pytest.
     mask = torch.zeros(1, 1, 8, 8) if masked else None
     torch.backends.cuda.enable_cudnn_sdp(allowed)
     try:
-        SDPACore(spec, RandomStreams(Topology(world=1), 0, torch.device("cpu")))(heads, heads, heads, mask)
+        SDPACore(spec, RandomStreams(Topology(world=1), 0, torch.device("cpu")))(
+            heads, heads, heads, mask
+        )
         assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)

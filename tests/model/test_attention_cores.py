@@ -39,7 +39,9 @@ def distance(found: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("padding", ["", "left", "right"])
 @pytest.mark.parametrize("name", list(CORES))
-def test_output_and_gradients(name: str, padding: str, dtype: torch.dtype, allowed: float, seed: int) -> None:
+def test_output_and_gradients(
+    name: str, padding: str, dtype: torch.dtype, allowed: float, seed: int
+) -> None:
     config = GPT2Config(n_embd=HEADS * SIZE, n_head=HEADS, attn_pdrop=0.0)
     spec = replace(architecture_of(config).spec(config), attention=name)  # type: ignore[arg-type]
     core = CORES[name](spec, RandomStreams(Topology(world=1), 0))
@@ -50,8 +52,8 @@ def test_output_and_gradients(name: str, padding: str, dtype: torch.dtype, allow
         tokens[1, : LENGTH // 3] = 0
         tokens[2, :-1] = 0
         tokens = tokens if padding == "left" else tokens.flip(1)
-    # Views of [s, b, 3, a, d], as the fused product gives them. Of numbers of size 1: larger scores have errors in bf16
-    # near what is allowed, in one seed of three hundred over it.
+    # Views of [s, b, 3, a, d], as the fused product gives them. Of numbers of size 1: larger scores
+    # have errors in bf16 near what is allowed, in one seed of three hundred over it.
     fused = torch.randn(LENGTH, BATCH, 3, HEADS, SIZE).to(dtype)
     upstream = torch.randn(BATCH, HEADS, LENGTH, SIZE).to(dtype)
     given, exact = fused.clone().requires_grad_(), fused.double().requires_grad_()
@@ -64,8 +66,11 @@ def test_output_and_gradients(name: str, padding: str, dtype: torch.dtype, allow
     visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     if tokens is not None:
         visible = visible & tokens.bool()[:, None, None, :]
-    # A query that sees no key: eager's scores are all one number, sdpa's output is 0 (test_hidden_queries.py).
-    hidden = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, torch.finfo(dtype).min)
+    # A query that sees no key: eager's scores are all one number, sdpa's output is 0
+    # (test_hidden_queries.py).
+    hidden = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(
+        ~visible, torch.finfo(dtype).min
+    )
     weights = (query @ key.transpose(-2, -1) / SIZE**0.5 + hidden).softmax(-1)
     expected = (weights if name == "eager" else weights * visible.any(-1, keepdim=True)) @ value
     expected.backward(upstream.double())
@@ -86,10 +91,18 @@ def test_output_and_gradients(name: str, padding: str, dtype: torch.dtype, allow
     together=st.integers(1, 4),
 )
 def test_attention_by_products_is_that_of_torch(
-    length: int, kv_heads: int, size: int, causal: bool, spread: float, dtype: torch.dtype, together: int
+    length: int,
+    kv_heads: int,
+    size: int,
+    causal: bool,
+    spread: float,
+    dtype: torch.dtype,
+    together: int,
 ) -> None:
     """Against fp64: about as near to it as torch's own kernel, neither too long nor too short."""
-    config = LlamaConfig(hidden_size=4 * size, head_dim=size, num_attention_heads=4, num_key_value_heads=kv_heads)
+    config = LlamaConfig(
+        hidden_size=4 * size, head_dim=size, num_attention_heads=4, num_key_value_heads=kv_heads
+    )
     spec = replace(architecture_of(config).spec(config), causal=causal)
     core = SDPACore(spec, RandomStreams(Topology(world=1), 0))
     drawn = [torch.randn(length, 2, heads, size).bfloat16() for heads in (4, kv_heads, kv_heads)]
@@ -117,7 +130,10 @@ def test_attention_by_products_is_that_of_torch(
     )
     for one, other, right in zip(ours, theirs, exact, strict=True):
         assert distance(one, right) < 2 * distance(other, right)
-        assert abs(float((one.double() - right).flatten() @ right.flatten())) < 2**-10 * float(right.norm()) ** 2
+        assert (
+            abs(float((one.double() - right).flatten() @ right.flatten()))
+            < 2**-10 * float(right.norm()) ** 2
+        )
 
 
 @settings(max_examples=25)
@@ -126,22 +142,33 @@ def test_attention_by_products_is_that_of_torch(
     window=st.none() | st.integers(1, 12),
     kv_heads=st.sampled_from([1, 2, 4]),
 )
-def test_pieces_are_what_the_mask_shows(numbers: list[list[int]], window: int | None, kv_heads: int) -> None:
-    """Documents and windows without a mask, in fp64, against SDPA beside a mask; output and gradients."""
+def test_pieces_are_what_the_mask_shows(
+    numbers: list[list[int]], window: int | None, kv_heads: int
+) -> None:
+    """Documents and windows without a mask, in fp64, against SDPA beside a mask; output and
+    gradients.
+    """
     documents = torch.tensor(numbers)
     batch, length = documents.shape
     config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=kv_heads)
     spec = architecture_of(config).spec(config)
     core = SDPACore(spec, RandomStreams(Topology(world=1), 0))
-    heads = [torch.randn(length, batch, each, 8, dtype=torch.float64) for each in (4, kv_heads, kv_heads)]
+    heads = [
+        torch.randn(length, batch, each, 8, dtype=torch.float64) for each in (4, kv_heads, kv_heads)
+    ]
     upstream = torch.randn(batch, 4, length, 8, dtype=torch.float64)
     facts = AttentionMask(
-        length, length, packed=PackedSequences.from_document_ids(documents, torch.device("cpu")), window=window
+        length,
+        length,
+        packed=PackedSequences.from_document_ids(documents, torch.device("cpu")),
+        window=window,
     )
     # Neighbours of one number are one piece, others are not.
     apart = (documents[:, 1:] != documents[:, :-1]).long().cumsum(1)
     same = torch.nn.functional.pad(apart, (1, 0))
-    visible = (same[:, :, None] == same[:, None, :]) & torch.ones(length, length, dtype=torch.bool).tril()
+    visible = (same[:, :, None] == same[:, None, :]) & torch.ones(
+        length, length, dtype=torch.bool
+    ).tril()
     visible &= torch.ones(length, length, dtype=torch.bool).triu(-(window or length) + 1)
     assert torch.equal(facts.visible(torch.device("cpu")), visible[:, None])
 
@@ -173,7 +200,8 @@ def test_a_window_alone_is_a_piece_for_each_row() -> None:
 
 def test_attention_by_products_keeps_what_torch_keeps() -> None:
     query, key, value = (
-        torch.randn(2 * cpu_flash.BLOCK, 2, heads, 16).permute(1, 2, 0, 3).requires_grad_() for heads in (4, 2, 2)
+        torch.randn(2 * cpu_flash.BLOCK, 2, heads, 16).permute(1, 2, 0, 3).requires_grad_()
+        for heads in (4, 2, 2)
     )
 
     def kept(attention: Callable[[], Tensor]) -> list[int]:
@@ -188,12 +216,16 @@ def test_attention_by_products_keeps_what_torch_keeps() -> None:
             attention()
         return sorted(found.values())
 
-    theirs = kept(lambda: scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))
+    theirs = kept(
+        lambda: scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    )
     assert kept(lambda: cpu_flash.flash_attention(query, key, value, True)) == theirs
 
 
 def test_a_model_learns_the_same_from_attention_by_products(seed: int) -> None:
-    """Every gradient of a bf16 Llama: bit for bit under each recomputation, as near to fp32's as with torch's own."""
+    """Every gradient of a bf16 Llama: bit for bit under each recomputation, as near to fp32's as
+    with torch's own.
+    """
     config = LlamaConfig(
         hidden_size=64,
         intermediate_size=96,
@@ -204,13 +236,20 @@ def test_a_model_learns_the_same_from_attention_by_products(seed: int) -> None:
         max_position_embeddings=2 * cpu_flash.BLOCK + 16,
     )
     tokens = torch.randint(64, (2, 2 * cpu_flash.BLOCK + 16))
-    weights = ZeroTPForCausalLM(config, Topology(world=1), seed=seed, dtype=torch.bfloat16).state_dict()
+    weights = ZeroTPForCausalLM(
+        config, Topology(world=1), seed=seed, dtype=torch.bfloat16
+    ).state_dict()
 
-    def gradients(mode: str, *, here: bool, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    def gradients(
+        mode: str, *, here: bool, dtype: torch.dtype = torch.bfloat16
+    ) -> dict[str, Tensor]:
         model = ZeroTPForCausalLM(config, Topology(world=1), dtype=dtype).train()
         model.load_state_dict(weights)
         ActivationMemory(
-            model, RecomputePolicy.model_validate({"mode": mode}), ActivationCheckpointing(), torch.device("cpu")
+            model,
+            RecomputePolicy.model_validate({"mode": mode}),
+            ActivationCheckpointing(),
+            torch.device("cpu"),
         )
         with (
             patch.object(cpu_flash, "is_faster", lambda *_: here),
@@ -224,7 +263,10 @@ def test_a_model_learns_the_same_from_attention_by_products(seed: int) -> None:
     theirs, ours = gradients("none", here=False), gradients("none", here=True)
     assert ours.keys() == theirs.keys() == exact.keys()
     for name, one in ours.items():
-        assert distance(one, exact[name].double()) < 1.5 * distance(theirs[name], exact[name].double()) + 2**-9, name
+        assert (
+            distance(one, exact[name].double())
+            < 1.5 * distance(theirs[name], exact[name].double()) + 2**-9
+        ), name
     for mode in ("selective", "full"):
         for name, one in gradients(mode, here=True).items():
             assert torch.equal(one, ours[name]), (mode, name)
@@ -237,7 +279,9 @@ class Copies(TorchDispatchMode):
         super().__init__()
         self.found: list[str] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function._opname in ("cat", "stack", "clone", "copy_", "_to_copy"):
             self.found.append(function._opname)
         return function(*args, **(kwargs or {}))
@@ -246,9 +290,13 @@ class Copies(TorchDispatchMode):
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_the_gradients_of_the_heads_are_copied_once_at_most(kv_heads: int) -> None:
     """With positions outermost in memory, as the cores return them."""
-    config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=kv_heads, num_hidden_layers=1)
+    config = LlamaConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=kv_heads, num_hidden_layers=1
+    )
     model: Any = ZeroTPForCausalLM(config, Topology(world=1), seed=0)
-    heads = model.transformer.layers[0].attention.qkv(torch.randn(6, 2, 32, requires_grad=True), sequence=False)
+    heads = model.transformer.layers[0].attention.qkv(
+        torch.randn(6, 2, 32, requires_grad=True), sequence=False
+    )
     gradients = [torch.randn(6, 2, each.shape[1], 8).permute(1, 2, 0, 3) for each in heads]
     with Copies() as copies:
         torch.autograd.backward(heads, gradients)

@@ -1,4 +1,6 @@
-"""Compiled elementwise kernels train what the operations as written train: losses, norms and every weight."""
+"""Compiled elementwise kernels train what the operations as written train: losses, norms and
+every weight.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,17 @@ from zero_tp.parallel.topology import Topology
 
 STEPS, BATCH, SEQUENCE = 3, 8, 16
 MODELS = ("qwen3", "gpt_neox")
-"""RMS norms over hidden states and heads, rotary, gate; layer norms, a part of each head that turns."""
+"""RMS norms over hidden states and heads, rotary, gate; layer norms, a part of each head that
+turns.
+"""
 
 
-def run(seed: int, model_type: str, tensor: int, sequence: bool, stage: int, dtype: str, mode: str) -> list[Any]:
-    """On every rank: losses, norms and weights as written and compiled, and how many kernels were made."""
+def run(
+    seed: int, model_type: str, tensor: int, sequence: bool, stage: int, dtype: str, mode: str
+) -> list[Any]:
+    """On every rank: losses, norms and weights as written and compiled, and how many kernels
+    were made.
+    """
     from torch._dynamo.utils import counters
 
     from tests.support.native import native_tensors
@@ -37,14 +45,27 @@ def run(seed: int, model_type: str, tensor: int, sequence: bool, stage: int, dty
 
     config = AutoConfig.for_model(
         model_type,
-        **{"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64},
-        **{"vocab_size": 101, "max_position_embeddings": SEQUENCE, "bos_token_id": 0, "eos_token_id": 0},
+        **{
+            "hidden_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 64,
+        },
+        **{
+            "vocab_size": 101,
+            "max_position_embeddings": SEQUENCE,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
         **({"head_dim": 12, "num_key_value_heads": 2} if model_type == "qwen3" else {}),
     )
     topology, found = Topology(tensor, sequence), []
     settings = {
         "train_micro_batch_size_per_gpu": BATCH // topology.data,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},  # as large as their gradients, weights differ
+        "optimizer": {
+            "type": "SGD",
+            "params": {"lr": 0.5},
+        },  # as large as their gradients, weights differ
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": dtype == "bf16"},
         "zero_allow_untested_optimizer": True,
@@ -53,11 +74,15 @@ def run(seed: int, model_type: str, tensor: int, sequence: bool, stage: int, dty
     torch._dynamo.reset()
     for compiled in (False, True):
         counters.clear()
-        engine = TrainingEngine.from_dict(config, topology, settings, seed=seed, recompute=policy, compiled=compiled)
+        engine = TrainingEngine.from_dict(
+            config, topology, settings, seed=seed, recompute=policy, compiled=compiled
+        )
         generator = torch.Generator().manual_seed(seed)
         losses, norms = [], []
         for _ in range(STEPS):
-            windows = torch.randint(0, config.vocab_size, (BATCH, SEQUENCE + 1), generator=generator)
+            windows = torch.randint(
+                0, config.vocab_size, (BATCH, SEQUENCE + 1), generator=generator
+            )
             own = windows.chunk(topology.data)[topology.data_rank]
             losses.append(engine.train_step([(own[:, :-1], own[:, 1:])]))
             norms.append(engine.gradient_norm)
@@ -90,10 +115,19 @@ CASES = [
 
 @pytest.mark.parametrize(("model_type", "tensor", "sequence", "stage", "dtype", "mode"), CASES)
 def test_a_run_trains_the_same(
-    ranks: Pools, seed: int, model_type: str, tensor: int, sequence: bool, stage: int, dtype: str, mode: str
+    ranks: Pools,
+    seed: int,
+    model_type: str,
+    tensor: int,
+    sequence: bool,
+    stage: int,
+    dtype: str,
+    mode: str,
 ) -> None:
     limit = 2e-5 if dtype == "fp32" else 2e-2
-    for plain, compiled in ranks(2).run(run, seed, model_type, tensor, sequence, stage, dtype, mode):
+    for plain, compiled in ranks(2).run(
+        run, seed, model_type, tensor, sequence, stage, dtype, mode
+    ):
         assert plain[3] == 0 and compiled[3] > 3
         assert compiled[0] == pytest.approx(plain[0], rel=limit)
         assert compiled[1] == pytest.approx(plain[1], rel=limit)
@@ -104,7 +138,11 @@ def test_a_run_trains_the_same(
 def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor], list[Any]]]:
     """Name → function, rows, what else it takes."""
     torch.set_default_device(device)
-    rows, gradient, weight = torch.randn(37, 24).to(dtype), torch.randn(37, 24).to(dtype), torch.rand(24).to(dtype)
+    rows, gradient, weight = (
+        torch.randn(37, 24).to(dtype),
+        torch.randn(37, 24).to(dtype),
+        torch.rand(24).to(dtype),
+    )
     scale, wide = torch.rand(37, 1), torch.randn(37, 48).to(dtype)
     turning = [torch.randn(37, 2, 3, 8).to(dtype), *torch.randn(2, 37, 1, 1, 6).to(dtype)]
     logits, maximum, factor = torch.randn(37, 24).to(dtype), torch.rand(37), torch.rand(37)
@@ -144,26 +182,38 @@ def test_a_kernel_computes_what_is_written(
     for name, (function, rows, others) in cases(dtype, device).items():
         copies = [each.clone() for each in rows]
         with torch.no_grad():
-            run = elementwise.COMPILED.sum_rows if function is _weight_gradient else elementwise.COMPILED.map_rows
+            run = (
+                elementwise.COMPILED.sum_rows
+                if function is _weight_gradient
+                else elementwise.COMPILED.map_rows
+            )
             found, expected = run(function, copies, *others), function(*rows, *others)
         if expected is None:
             found, expected = copies[0], rows[0]
         for mine, yours in zip(
-            *([each] if isinstance(each, Tensor) else each for each in (found, expected)), strict=True
+            *([each] if isinstance(each, Tensor) else each for each in (found, expected)),
+            strict=True,
         ):
             assert mine.dtype == yours.dtype and mine.shape == yours.shape, name
-            assert (mine.float() - yours.float()).abs().max() <= exact * yours.float().abs().max(), name
+            assert (
+                mine.float() - yours.float()
+            ).abs().max() <= exact * yours.float().abs().max(), name
     elementwise._compiled.cache_clear()
 
 
 def test_auto_compiles_on_cuda_alone() -> None:
     places = {place: torch.device(place) for place in ("cpu", "cuda")}
-    decided = [[elementwise.is_compiled(each, place) for place in places.values()] for each in ("auto", True, False)]
+    decided = [
+        [elementwise.is_compiled(each, place) for place in places.values()]
+        for each in ("auto", True, False)
+    ]
     assert decided == [[False, True], [True, True], [False, False]]
 
 
 def test_numbers_of_rows_share_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masked tokens differ in number from batch to batch; dynamo gives up after eight kernels of one function."""
+    """Masked tokens differ in number from batch to batch; dynamo gives up after eight kernels of
+    one function.
+    """
     logits = torch.randn(40, 24)
     elementwise._compiled.cache_clear()
     torch._dynamo.reset()
@@ -171,7 +221,9 @@ def test_numbers_of_rows_share_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for count in (37, 1, 0, *range(2, 20)):
         rows = logits[:count].clone()
         for found, expected in zip(
-            elementwise.COMPILED.map_rows(_max_and_sum_exp, (rows,), 21), _max_and_sum_exp(rows, 21), strict=True
+            elementwise.COMPILED.map_rows(_max_and_sum_exp, (rows,), 21),
+            _max_and_sum_exp(rows, 21),
+            strict=True,
         ):
             torch.testing.assert_close(found, expected)
     elementwise._compiled.cache_clear()
@@ -187,6 +239,11 @@ def test_a_machine_without_a_compiler_is_told(missing: str) -> None:
             raise TritonMissing(None)
         raise BackendCompilerFailed(failing, RuntimeError("No working C++ compiler found"), None)
 
-    told = rf"^zero_tp.compile: torch can't compile for cpu here \(.*{missing} .*\); set it to false$"
-    with mock.patch.object(elementwise, "_compiled", lambda _: failing), pytest.raises(UserError, match=told):
+    told = (
+        rf"^zero_tp.compile: torch can't compile for cpu here \(.*{missing} .*\); set it to false$"
+    )
+    with (
+        mock.patch.object(elementwise, "_compiled", lambda _: failing),
+        pytest.raises(UserError, match=told),
+    ):
         elementwise.compile_elementwise(torch.nn.Identity(), torch.device("cpu"))

@@ -1,4 +1,6 @@
-"""Documents packed in rows against transformers' model on each document by itself: one forward, every gradient."""
+"""Documents packed in rows against transformers' model on each document by itself: one forward,
+every gradient.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.support.compare import grid
 from tests.support.native import check_gradients, parallel_model, perturbed
 from tests.support.packed import packed_kernels
-from tests.support.packed_documents import LENGTH, OF_LLAMA, ROWS, VOCABULARY, WINDOW, dynamic_model, token_losses_apart
+from tests.support.packed_documents import (
+    LENGTH,
+    OF_LLAMA,
+    ROWS,
+    VOCABULARY,
+    WINDOW,
+    dynamic_model,
+    token_losses_apart,
+)
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.base.constants import IGNORE_INDEX
@@ -37,23 +47,33 @@ WEIGHTS = {"gpt2": 2 * 12 + 4, "llama": 2 * 8 + 3, "mistral": 2 * 8 + 3}
 
 
 def reference_model(kind: str, attention: str, seed: int) -> Any:
-    config = AutoConfig.for_model(kind, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **CONFIGS[kind])
+    config = AutoConfig.for_model(
+        kind, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **CONFIGS[kind]
+    )
     config._attn_implementation = attention
     torch.manual_seed(seed)
     return perturbed(AutoModelForCausalLM.from_config(config).eval())
 
 
 def windows_of(lengths: list[int], seed: int) -> tuple[Tensor, Tensor]:
-    """Rows of documents of these lengths, in turn until the rows are full, and their numbers; [ROWS, LENGTH + 1]."""
-    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+    """Rows of documents of these lengths, in turn until the rows are full, and their numbers;
+    [ROWS, LENGTH + 1].
+    """
+    tokens = torch.randint(
+        VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(seed)
+    )
     numbers = torch.arange(len(lengths) * tokens.numel()).repeat_interleave(
         torch.tensor(lengths).repeat(tokens.numel())
     )
     return tokens, numbers[: tokens.numel()].view_as(tokens)
 
 
-def packed_equals_apart(topology: Topology, kind: str, attention: str, lengths: list[int], seed: int) -> int:
-    """Args: attention: "sdpa", "eager", or "packed": sdpa on an accelerator that needs no mask for documents."""
+def packed_equals_apart(
+    topology: Topology, kind: str, attention: str, lengths: list[int], seed: int
+) -> int:
+    """Args: attention: "sdpa", "eager", or "packed": sdpa on an accelerator that needs no mask
+    for documents.
+    """
     packed, attention = attention == "packed", attention.replace("packed", "sdpa")
     reference = reference_model(kind, attention, seed)
     tokens, documents = windows_of(lengths, seed)
@@ -73,7 +93,9 @@ def packed_equals_apart(topology: Topology, kind: str, attention: str, lengths: 
     return compared
 
 
-def _equals(model: Any, reference: Any, tokens: Tensor, documents: Tensor, total: Tensor, count: int) -> int:
+def _equals(
+    model: Any, reference: Any, tokens: Tensor, documents: Tensor, total: Tensor, count: int
+) -> int:
     batch = separate_documents(tokens, documents)
     assert int((batch.labels != IGNORE_INDEX).sum()) == count
     given_to_model: dict[str, Any] = {
@@ -88,7 +110,9 @@ def _equals(model: Any, reference: Any, tokens: Tensor, documents: Tensor, total
     with torch.no_grad():
         each = model(batch.input_ids, **given_to_model, reduction="none").loss
         shared = model(batch.input_ids, **given_to_model, num_items_in_batch=7.5).loss
-        del given_to_model["document_ids"]  # positions that begin anew tell the same, as they tell transformers
+        del given_to_model[
+            "document_ids"
+        ]  # positions that begin anew tell the same, as they tell transformers
         by_positions = model(batch.input_ids, **given_to_model, reduction="none").loss
     assert torch.equal(by_positions, each)
     assert each.double().sum().item() == pytest.approx(total.item(), rel=1e-5)
@@ -96,7 +120,9 @@ def _equals(model: Any, reference: Any, tokens: Tensor, documents: Tensor, total
     return compared
 
 
-def on_a_grid(world: int, sequence: bool, kind: str, attention: str, lengths: list[int], seed: int) -> int:
+def on_a_grid(
+    world: int, sequence: bool, kind: str, attention: str, lengths: list[int], seed: int
+) -> int:
     return packed_equals_apart(grid(world, sequence), kind, attention, lengths, seed)
 
 
@@ -112,9 +138,17 @@ def on_a_grid(world: int, sequence: bool, kind: str, attention: str, lengths: li
 @example("sdpa", [2], 1)
 @example("packed", [5, 1, 1, 7, 2], 0)
 @pytest.mark.parametrize("kind", in_tiers(list(CONFIGS), ["mistral"]))
-@pytest.mark.parametrize(("world", "sequence"), in_tiers([(1, False), (2, False), (2, True)], [(2, True)]))
+@pytest.mark.parametrize(
+    ("world", "sequence"), in_tiers([(1, False), (2, False), (2, True)], [(2, True)])
+)
 def test_packed_documents_equal_documents_apart(
-    ranks: Pools, world: int, sequence: bool, kind: str, attention: str, lengths: list[int], draw: int
+    ranks: Pools,
+    world: int,
+    sequence: bool,
+    kind: str,
+    attention: str,
+    lengths: list[int],
+    draw: int,
 ) -> None:
     if all(length == 1 for length in lengths):
         lengths = [*lengths, 2]
@@ -134,11 +168,19 @@ def test_positions_that_begin_anew_part_documents_as_in_transformers(kind: str) 
     model = parallel_model(reference, Topology(world=1))
     for each in (positions, positions[:1], positions[1:]):
         expected = reference(tokens, position_ids=each, use_cache=False).logits
-        torch.testing.assert_close(model(tokens, position_ids=each).logits, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            model(tokens, position_ids=each).logits, expected, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_frequencies_follow_the_length_and_positions_that_are_given(seed: int) -> None:
-    for length, first in ((LENGTH, None), (LENGTH + 5, None), (LENGTH, 0), (LENGTH - 4, 9), (LENGTH + 3, 2)):
+    for length, first in (
+        (LENGTH, None),
+        (LENGTH + 5, None),
+        (LENGTH, 0),
+        (LENGTH - 4, 9),
+        (LENGTH + 3, 2),
+    ):
         reference = dynamic_model(seed)  # anew: it remembers lengths
         tokens = torch.randint(VOCABULARY, (2, length))
         positions = None if first is None else torch.arange(first, first + length)[None]
@@ -151,7 +193,16 @@ def test_frequencies_of_the_longest_forward_stay_as_in_transformers(seed: int) -
     """Until a forward is shorter than the positions; with gradients and without."""
     reference = dynamic_model(seed).train()
     model = parallel_model(reference, Topology(world=1)).train()
-    for length in (LENGTH, LENGTH + 9, LENGTH + 2, LENGTH, LENGTH - 1, LENGTH + 2, LENGTH + 5, LENGTH + 3):
+    for length in (
+        LENGTH,
+        LENGTH + 9,
+        LENGTH + 2,
+        LENGTH,
+        LENGTH - 1,
+        LENGTH + 2,
+        LENGTH + 5,
+        LENGTH + 3,
+    ):
         tokens = torch.randint(VOCABULARY, (2, length))
         with torch.set_grad_enabled(length % 2 == 0):
             expected = reference(tokens, labels=tokens, use_cache=False).loss
@@ -162,9 +213,13 @@ def test_frequencies_of_the_longest_forward_stay_as_in_transformers(seed: int) -
 def test_what_documents_cannot_have() -> None:
     model = parallel_model(dynamic_model(), Topology(world=1))
     tokens = torch.zeros(1, LENGTH + 2, dtype=torch.long)
-    with pytest.raises(UserError, match=f"document_ids: with rope_type 'dynamic' .* at most {LENGTH} tokens"):
+    with pytest.raises(
+        UserError, match=f"document_ids: with rope_type 'dynamic' .* at most {LENGTH} tokens"
+    ):
         model(tokens, document_ids=tokens)
-    assert model(tokens[:, :LENGTH], labels=tokens[:, :LENGTH], document_ids=tokens[:, :LENGTH]).loss.isfinite()
+    assert model(
+        tokens[:, :LENGTH], labels=tokens[:, :LENGTH], document_ids=tokens[:, :LENGTH]
+    ).loss.isfinite()
     with torch.no_grad():
         assert model(tokens, labels=tokens).loss.isfinite()
         with pytest.raises(ValueError, match="document_ids with a KV cache"):

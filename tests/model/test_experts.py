@@ -14,7 +14,13 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.checkpoint_runs import VOCABULARY, batch_of, resume_and_train, train_and_save, write_config
+from tests.support.checkpoint_runs import (
+    VOCABULARY,
+    batch_of,
+    resume_and_train,
+    train_and_save,
+    write_config,
+)
 from tests.support.compare import check_close, grid
 from tests.support.experts import LENGTH, OWN, ROUTINGS, fields, inputs, reference_model
 from tests.support.native import Native, check_gradients, parallel_model
@@ -38,14 +44,24 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {"sliding_window": 5}),
     ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 2}),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5, "norm_topk_prob": False}),
-    ("olmoe", {"attention_bias": True, "num_key_value_heads": 4, "clip_qkv": None, "norm_topk_prob": True}),
+    (
+        "olmoe",
+        {
+            "attention_bias": True,
+            "num_key_value_heads": 4,
+            "clip_qkv": None,
+            "norm_topk_prob": True,
+        },
+    ),
 ]
 
 
 def compare(
     model_type: str, topology: Topology, routing: str, padded: bool, changes: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Logits, both losses and every gradient against transformers' class; our model and its output."""
+    """Logits, both losses and every gradient against transformers' class; our model and its
+    output.
+    """
     reference = reference_model(fields(model_type, **changes), 1, routing)
     batch = inputs(61, padded=padded)
     model = parallel_model(reference, topology).train()
@@ -59,7 +75,9 @@ def compare(
     return model, expected
 
 
-ONE_PROCESS = [(*case, routing, padded) for case in CASES for routing in ROUTINGS for padded in (False, True)]
+ONE_PROCESS = [
+    (*case, routing, padded) for case in CASES for routing in ROUTINGS for padded in (False, True)
+]
 ONE_PROCESS_FIRST = [
     (model_type, changes, routing, padded)
     for model_type, changes, routing, padded in ONE_PROCESS
@@ -67,11 +85,16 @@ ONE_PROCESS_FIRST = [
 ]
 
 
-@pytest.mark.parametrize(("model_type", "changes", "routing", "padded"), in_tiers(ONE_PROCESS, ONE_PROCESS_FIRST))
+@pytest.mark.parametrize(
+    ("model_type", "changes", "routing", "padded"), in_tiers(ONE_PROCESS, ONE_PROCESS_FIRST)
+)
 def test_one_process(model_type: str, changes: dict[str, Any], routing: str, padded: bool) -> None:
     model, expected = compare(model_type, Topology(world=1), routing, padded, changes)
     per_token = model.spec.experts.per_token
-    counts = [layer.topk(per_token).indices.flatten().bincount(minlength=7) for layer in expected.router_logits]
+    counts = [
+        layer.topk(per_token).indices.flatten().bincount(minlength=7)
+        for layer in expected.router_logits
+    ]
     if routing == "one expert":
         assert all(count[3] == 3 * LENGTH for count in counts)
     elif routing == "unused expert" and per_token < 7:
@@ -86,7 +109,9 @@ def partial_gradients(model_type: str, world: int, sequence: bool, routing: str)
     audit(model, model.topology)
     sums = model.gradient_hooks.sums
     assert all(gradient_sum.fired == 1 for gradient_sum in sums.values())
-    return tuple(sum(name.endswith(end) for name in sums) for end in ("router.weight", "shared.gate"))
+    return tuple(
+        sum(name.endswith(end) for name in sums) for end in ("router.weight", "shared.gate")
+    )
 
 
 ON_RANKS = list(itertools.product(OWN, [2, 4], [False, True], ROUTINGS))
@@ -103,12 +128,15 @@ ON_RANKS_FIRST = [
 """Each model_type with and without SP, each routing twice."""
 
 
-@pytest.mark.parametrize(("model_type", "world", "sequence", "routing"), in_tiers(ON_RANKS, ON_RANKS_FIRST, every=3))
+@pytest.mark.parametrize(
+    ("model_type", "world", "sequence", "routing"), in_tiers(ON_RANKS, ON_RANKS_FIRST, every=3)
+)
 def test_both_losses_and_every_gradient(
     ranks: Pools, model_type: str, world: int, sequence: bool, routing: str
 ) -> None:
-    """The router of each layer with experts has a partial gradient, and a hook sums it; under SP the shared expert's
-    gate too."""
+    """The router of each layer with experts has a partial gradient, and a hook sums it; under SP
+    the shared expert's gate too.
+    """
     layers = 2 if model_type == "qwen2_moe" else 3
     shared = layers if sequence and model_type == "qwen2_moe" else 0
     found = ranks(world).run(partial_gradients, model_type, world, sequence, routing)
@@ -130,8 +158,16 @@ def test_the_loss_is_balanced_only_where_the_config_says_so() -> None:
         ("mixtral", {"num_experts_per_tok": 8}, "num_experts_per_tok: 8 experts a token, of 7"),
         ("qwen2_moe", {"mlp_only_layers": [0, 1, 2]}, "mlp_only_layers: no layer has experts"),
         ("qwen3_moe", {"decoder_sparse_step": 4}, "decoder_sparse_step: no layer has experts"),
-        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window: 0 is not positive"),
-        ("qwen2_moe", {"num_key_value_heads": None}, "num_key_value_heads: null, with which transformers fails"),
+        (
+            "qwen2_moe",
+            {"use_sliding_window": True, "sliding_window": 0},
+            "sliding_window: 0 is not positive",
+        ),
+        (
+            "qwen2_moe",
+            {"num_key_value_heads": None},
+            "num_key_value_heads: null, with which transformers fails",
+        ),
         ("olmoe", {"clip_qkv": -1.0}, "clip_qkv: -1.0 is not positive"),
     ],
 )
@@ -147,7 +183,9 @@ def test_a_model_in_bf16_counts_as_transformers_does() -> None:
     batch = inputs(61, padded=True)
     with torch.no_grad():
         model = parallel_model(reference, Topology(world=1), dtype=torch.bfloat16)
-        assert model(**batch).aux_loss.item() == pytest.approx(reference(**batch).aux_loss.item(), rel=1e-2)
+        assert model(**batch).aux_loss.item() == pytest.approx(
+            reference(**batch).aux_loss.item(), rel=1e-2
+        )
 
 
 @pytest.mark.parametrize("model_type", OWN)
@@ -177,28 +215,44 @@ def test_active_parameters_are_those_that_a_token_meets(model_type: str) -> None
 def test_the_load_balancing_loss_of_a_published_model_can_be_chosen(tmp_path: Path) -> None:
     """Published configs leave it off."""
     reference_model(fields("olmoe", output_router_logits=False), 1).save_pretrained(tmp_path)
-    given = {"from_pretrained": str(tmp_path), "output_router_logits": True, "router_aux_loss_coef": 0.2}
-    needed: dict[str, Any] = {"data": {"train": "x", "sequence_length": 16}, "training": {"steps": 1}}
+    given = {
+        "from_pretrained": str(tmp_path),
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.2,
+    }
+    needed: dict[str, Any] = {
+        "data": {"train": "x", "sequence_length": 16},
+        "training": {"steps": 1},
+    }
     config = check_model(ZeroTP.model_validate({"model": given, **needed}))
     experts = ARCHITECTURES["olmoe"].spec(config).experts
     assert experts is not None and experts.loss_weight == 0.2
 
 
 def test_shares_of_experts_are_refused_without_experts() -> None:
-    needed: dict[str, Any] = {"data": {"train": "x", "sequence_length": 16}, "training": {"steps": 1}}
-    block = ZeroTP.model_validate({"model": {"model_type": "gpt2"}, "logging": {"experts": True}, **needed})
+    needed: dict[str, Any] = {
+        "data": {"train": "x", "sequence_length": 16},
+        "training": {"steps": 1},
+    }
+    block = ZeroTP.model_validate(
+        {"model": {"model_type": "gpt2"}, "logging": {"experts": True}, **needed}
+    )
     with pytest.raises(ConfigError, match=r"zero_tp\.logging\.experts: gpt2 has no experts"):
         check_model(block)
 
 
 def train_guarded(guarded: bool) -> str:
-    """The message on a rank of a step in which rank 1's second router has its rows in another order, or ""."""
+    """The message on a rank of a step in which rank 1's second router has its rows in another
+    order, or "".
+    """
     from zero_tp.base.errors import UserError
     from zero_tp.engine.engine import TrainingEngine
 
     config = AutoConfig.for_model(**fields())
     batch = inputs(61, padded=False)["input_ids"]
-    engine = TrainingEngine.from_dict(config, grid(2, False), deepspeed_settings(1, micro_batch=3), seed=1)
+    engine = TrainingEngine.from_dict(
+        config, grid(2, False), deepspeed_settings(1, micro_batch=3), seed=1
+    )
     engine.train_step([(batch[:, :-1], batch[:, 1:])], guarded=1)
     if engine.topology.tensor_rank == 1:
         weight = engine.model.get_parameter("transformer.layers.1.mlp.router.weight").data
@@ -223,7 +277,9 @@ def there_and_back(theirs: str, ours: str, world: int) -> None:
 
 @pytest.mark.parametrize("world", in_tiers([2, 4], [4]))
 @pytest.mark.parametrize("model_type", OWN)
-def test_import_and_export_keep_every_bit(ranks: Pools, tmp_path: Path, model_type: str, world: int) -> None:
+def test_import_and_export_keep_every_bit(
+    ranks: Pools, tmp_path: Path, model_type: str, world: int
+) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     reference_model(fields(model_type), 1).save_pretrained(theirs)
     ranks(world).run(there_and_back, str(theirs), str(ours), world)
@@ -235,14 +291,19 @@ def test_import_and_export_keep_every_bit(ranks: Pools, tmp_path: Path, model_ty
 def run_file(path: Path, model_type: str, tensor: int, stage: int) -> Path:
     """A run whose loss does not depend on the micro-batch: without the load-balancing loss."""
     config = json.loads(write_config(path, stage, "fp32", tensor).read_text())
-    config["zero_tp"]["model"] = fields(model_type, vocab_size=VOCABULARY, output_router_logits=False)
+    config["zero_tp"]["model"] = fields(
+        model_type, vocab_size=VOCABULARY, output_router_logits=False
+    )
     path.write_text(json.dumps(config))
     return path
 
 
 @pytest.mark.parametrize(
     ("model_type", "tensor", "stage"),
-    in_tiers([(kind, *grid) for kind in ("qwen2_moe", "olmoe") for grid in ((1, 3), (4, 2))], [("olmoe", 4, 2)]),
+    in_tiers(
+        [(kind, *grid) for kind in ("qwen2_moe", "olmoe") for grid in ((1, 3), (4, 2))],
+        [("olmoe", 4, 2)],
+    ),
 )
 def test_a_checkpoint_resumes_on_another_grid(
     ranks: Pools, tmp_path: Path, model_type: str, tensor: int, stage: int
@@ -270,13 +331,18 @@ def shares_of_a_step(seed: int) -> tuple[dict[str, float], list[torch.Tensor]]:
     from zero_tp.run.run_callbacks import ExpertShares
 
     reference, topology = reference_model(fields("qwen2_moe"), seed), grid(2, True)
-    settings, full = deepspeed_settings(1, micro_batch=2, accumulation=2, lr=0.0), RecomputePolicy(mode="full")
+    settings, full = (
+        deepspeed_settings(1, micro_batch=2, accumulation=2, lr=0.0),
+        RecomputePolicy(mode="full"),
+    )
     engine = TrainingEngine.from_dict(
         reference.config, topology, settings, seed=0, source=Native(reference), recompute=full
     )
     logged: list[dict[str, float]] = []
     logging = SimpleNamespace(zero_tp=SimpleNamespace(logging=SimpleNamespace(interval=2)))
-    state: Any = SimpleNamespace(engine=engine, topology=topology, step=1, is_last_step=False, log=logged.append)
+    state: Any = SimpleNamespace(
+        engine=engine, topology=topology, step=1, is_last_step=False, log=logged.append
+    )
     state.config, state.is_due = logging, lambda interval: state.step % interval == 0
     shares = ExpertShares()
     shares.on_start(state)
@@ -290,7 +356,9 @@ def shares_of_a_step(seed: int) -> tuple[dict[str, float], list[torch.Tensor]]:
         shares.on_step_end(state)
         engine.evaluate([(rows, rows) for rows in own])
     (line,) = logged
-    return line, [layer.topk(2).indices.flatten().bincount(minlength=7) / tokens.numel() for layer in logits]
+    return line, [
+        layer.topk(2).indices.flatten().bincount(minlength=7) / tokens.numel() for layer in logits
+    ]
 
 
 def test_the_share_of_each_expert_is_logged(ranks: Pools) -> None:

@@ -1,4 +1,6 @@
-"""Positions that see no key, and predict a label all the same: as the attention of transformers that is set."""
+"""Positions that see no key, and predict a label all the same: as the attention of transformers
+that is set.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from tests.support.native import check_gradients, parallel_model
 from zero_tp.parallel.topology import Topology
 
 LENGTH, VOCABULARY, WINDOW = 12, 61, 3
-SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 SIZES |= {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "pad_token_id": None}
 DECODERS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_key_value_heads": 1},
@@ -33,7 +40,11 @@ MASKS = {
 def rows(mask: list[int], seed: int) -> dict[str, Tensor]:
     """A row with the mask and one without padding; every position of both predicts a label."""
     tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": tokens, "labels": tokens, "attention_mask": torch.tensor([mask, [1] * LENGTH])}
+    return {
+        "input_ids": tokens,
+        "labels": tokens,
+        "attention_mask": torch.tensor([mask, [1] * LENGTH]),
+    }
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -43,7 +54,10 @@ def test_a_decoder_equals_transformers(name: str, mask: str, attention: str, see
     reference = decoder({**SIZES, **DECODERS[name]}, seed)
     reference.config._attn_implementation = attention
     batch = rows(MASKS[mask], seed)
-    expected, actual = reference(**batch), (model := parallel_model(reference, Topology()))(**batch, return_logits=True)
+    expected, actual = (
+        reference(**batch),
+        (model := parallel_model(reference, Topology()))(**batch, return_logits=True),
+    )
     check_close({"logits": actual.logits}, {"logits": expected.logits.detach()})
     assert actual.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
     expected.loss.backward()

@@ -27,7 +27,9 @@ EACH_GRID = pytest.mark.parametrize(
 
 @EACH_GRID
 @pytest.mark.parametrize("padding", ["", "right"])
-def test_loss_logits_and_every_gradient(ranks: Pools, world: int, sequence: bool, padding: str) -> None:
+def test_loss_logits_and_every_gradient(
+    ranks: Pools, world: int, sequence: bool, padding: str
+) -> None:
     gradients = 12 * SIZES["n_layer"] + 4
     assert ranks(world).run(same_as_native, world, sequence, padding, {}) == [gradients] * world
 
@@ -50,7 +52,7 @@ def test_fields_of_the_config(ranks: Pools, padding: str, changes: dict[str, Any
     assert ranks(world).run(same_as_native, world, True, padding, changes) == [gradients] * world
 
 
-# ---- lengths and ids ---------------------------------------------------------------------------------------------
+# ---- lengths and ids -----------------------------------------------------------------------------
 
 
 def uneven_lengths(world: int) -> str:
@@ -110,20 +112,30 @@ def test_what_would_be_silently_wrong_is_refused(ranks: Pools, sequence: bool) -
 
 
 def test_random_streams_are_those_of_the_device_that_a_model_is_moved_to() -> None:
-    model, fresh = (ZeroTPForCausalLM(reference_model().config, Topology(world=1), seed=3) for _ in range(2))
+    model, fresh = (
+        ZeroTPForCausalLM(reference_model().config, Topology(world=1), seed=3) for _ in range(2)
+    )
     with model.streams.use(SHARED):
         torch.rand(1)
     drawn = model.streams.state_dict()
     model.double()
-    assert all(map(torch.equal, model.streams.state_dict().values(), drawn.values())), "a cast restarts nothing"
-    with patch.object(RandomStreams, "generator_device", torch.device("cuda", 0)):  # as if it came from there
+    assert all(map(torch.equal, model.streams.state_dict().values(), drawn.values())), (
+        "a cast restarts nothing"
+    )
+    with patch.object(
+        RandomStreams, "generator_device", torch.device("cuda", 0)
+    ):  # as if it came from there
         model.activation_checkpointing_enable()
         recomputing = model._activations
         model.float()
-    assert all(map(torch.equal, model.streams.state_dict().values(), fresh.streams.state_dict().values()))
+    assert all(
+        map(torch.equal, model.streams.state_dict().values(), fresh.streams.state_dict().values())
+    )
     assert model._activations is recomputing
     model.to(device=torch.device("meta"))  # type: ignore[call-arg]
-    assert model._activations is not recomputing and model.streams.generator_device == torch.device("cpu")
+    assert model._activations is not recomputing and model.streams.generator_device == torch.device(
+        "cpu"
+    )
 
 
 def test_a_description_of_a_grid_cannot_run() -> None:

@@ -1,4 +1,5 @@
-"""The part of examples/offset_rms_norm.py computes what transformers' class does, on whole rows and on shards.
+"""The part of examples/offset_rms_norm.py computes what transformers' class does, on whole rows and
+on shards.
 
 Every layer, also a new one, names for recomputation the modules that its norms feed.
 """
@@ -33,21 +34,26 @@ def results(sequence: bool) -> dict[str, Tensor]:
         exec(code, {})
         topology = grid(2, sequence)
         weight, rows, upstream = drawn()
-        norm: Any = NORMS["offset_rms_norm"](maker(topology, weight=weight), HIDDEN, EPSILON, sharded_input=sequence)
+        norm: Any = NORMS["offset_rms_norm"](
+            maker(topology, weight=weight), HIDDEN, EPSILON, sharded_input=sequence
+        )
     GradientHooks(norm, topology.tensor_group)
     own = leaf(piece_of(rows, topology))
     output = norm(own)
     output.backward(piece_of(upstream, topology))
     assert own.grad is not None
     output, gradient = (
-        all_gather(part, topology.tensor_group) if sequence else part for part in (output.detach(), own.grad)
+        all_gather(part, topology.tensor_group) if sequence else part
+        for part in (output.detach(), own.grad)
     )
     return {"output": output, "rows": gradient, "weight": norm.weight.grad}
 
 
 def drawn() -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(7)
-    return torch.randn(HIDDEN, generator=draw), *torch.randn(2, LENGTH, BATCH, HIDDEN, generator=draw)
+    return torch.randn(HIDDEN, generator=draw), *torch.randn(
+        2, LENGTH, BATCH, HIDDEN, generator=draw
+    )
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -67,7 +73,9 @@ def test_the_norm_of_the_page_is_gemmas(ranks: Pools, sequence: bool) -> None:
 
 
 @pytest.mark.parametrize("layer_class", LAYERS.values())
-def test_a_norm_that_backward_recomputes_feeds_the_module_that_its_layer_names(layer_class: Any) -> None:
+def test_a_norm_that_backward_recomputes_feeds_the_module_that_its_layer_names(
+    layer_class: Any,
+) -> None:
     with patch.dict(LAYERS, sequential=layer_class):
         model = ZeroTPForCausalLM(gpt2_config(), Topology(world=1), seed=1)
     layer, outputs, fed = model.transformer.layers[0], {}, []

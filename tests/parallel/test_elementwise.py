@@ -39,8 +39,12 @@ def test_chunks_cover_each_row_once(elements: int) -> None:
 
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("function", [F.silu, lambda gate: F.gelu(gate, approximate="tanh")], ids=["silu", "gelu"])
-def test_a_gated_activation_equals_autograd(elements: int, function: object, dtype: torch.dtype, strided: bool) -> None:
+@pytest.mark.parametrize(
+    "function", [F.silu, lambda gate: F.gelu(gate, approximate="tanh")], ids=["silu", "gelu"]
+)
+def test_a_gated_activation_equals_autograd(
+    elements: int, function: object, dtype: torch.dtype, strided: bool
+) -> None:
     wide, gradient = drawn(5, 3, 24, dtype=dtype), torch.randn(5, 3, 12).to(dtype)
     if strided:
         wide = wide.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
@@ -78,8 +82,12 @@ def test_sum_of_squares_is_in_fp64(elements: int, dtype: torch.dtype) -> None:
 
 def test_an_accelerators_slices_of_the_loss_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the simulated accelerator losses and gradients do not depend on `SLICE_ELEMENTS`."""
-    model = ZeroTPForCausalLM(config_of("gpt2", LAYERS, LENGTH, kv_heads=2), grid(1, False), seed=1).train()
-    tokens = torch.randint(VOCABULARY, (1, BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    model = ZeroTPForCausalLM(
+        config_of("gpt2", LAYERS, LENGTH, kv_heads=2), grid(1, False), seed=1
+    ).train()
+    tokens = torch.randint(
+        VOCABULARY, (1, BATCH, LENGTH), generator=torch.Generator().manual_seed(1)
+    )
     made: list[int] = []
     found = []
     original = loss._to_probabilities_

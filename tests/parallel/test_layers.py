@@ -1,4 +1,6 @@
-"""The conjugate operators and the parallel layers against plain torch, on every rank of TP 2, 3 and 4."""
+"""The conjugate operators and the parallel layers against plain torch, on every rank of TP 2, 3
+and 4.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,15 @@ EACH_GRID = pytest.mark.parametrize(
 )
 
 
-# ---- f̄, g, ḡ -------------------------------------------------------------------------------------------------------
+# ---- f̄, g, ḡ ------------------------------------------------------------------------------------
 
 
 def operators(world: int) -> tuple[float, float]:
     topology = grid(world, True)
     group, rank = topology.tensor_group, topology.tensor_rank
-    everyone = [torch.randn(2 * world, BATCH, HIDDEN) for _ in range(world)]  # the same on all ranks
+    everyone = [
+        torch.randn(2 * world, BATCH, HIDDEN) for _ in range(world)
+    ]  # the same on all ranks
     shards = [torch.randn(2, BATCH, HIDDEN) for _ in range(world)]
     total, joined = torch.stack(everyone).sum(0), torch.cat(shards)
 
@@ -47,7 +51,9 @@ def operators(world: int) -> tuple[float, float]:
         given = upstream.clone()
         output = operator(tensor, group)  # type: ignore[operator]
         output.backward(given)
-        assert torch.equal(tensor, kept) and torch.equal(given, upstream), "a collective wrote into its argument"
+        assert torch.equal(tensor, kept) and torch.equal(given, upstream), (
+            "a collective wrote into its argument"
+        )
         assert tensor.grad is not None
         return output.detach(), tensor.grad
 
@@ -70,7 +76,9 @@ def operators(world: int) -> tuple[float, float]:
     dist.all_reduce(both)
     assert both[0].item() == pytest.approx(both[1].item(), rel=1e-4)
     # ḡ ∘ g is t times the identity.
-    again = collectives.reduce_scatter_to_sequence_region(collectives.gather_from_sequence_region(shard, group), group)
+    again = collectives.reduce_scatter_to_sequence_region(
+        collectives.gather_from_sequence_region(shard, group), group
+    )
     check_close({"ḡ∘g": again}, {"ḡ∘g": world * shard})
     return both[0].item(), both[1].item()
 
@@ -81,22 +89,30 @@ def test_conjugate_operators(ranks: Pools, world: int) -> None:
         assert forward == pytest.approx(transposed, rel=1e-4)
 
 
-# ---- linear layers ------------------------------------------------------------------------------------------------
+# ---- linear layers -------------------------------------------------------------------------------
 
 
-def backward_like(layer: nn.Module, output: Tensor, upstream: Tensor, topology: Topology) -> dict[str, Tensor]:
+def backward_like(
+    layer: nn.Module, output: Tensor, upstream: Tensor, topology: Topology
+) -> dict[str, Tensor]:
     """The layer's gradients, whole; partial ones summed by the hooks as in training."""
     hooks = GradientHooks(layer, topology.tensor_group)
     output.backward(upstream)
     assert all(gradient_sum.fired == 1 for gradient_sum in hooks.sums.values())
     named = {name: p for name, p in layer.named_parameters() if p.requires_grad}
-    return {name: whole_gradient(parameter, topology.tensor_group) for name, parameter in named.items()}
+    return {
+        name: whole_gradient(parameter, topology.tensor_group) for name, parameter in named.items()
+    }
 
 
 def test_a_product_rounds_once_with_deepspeeds_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     """`zero.Init` replaces `F.linear` for the rest of the process."""
     dtype = torch.bfloat16
-    weight, bias, tensor = torch.randn(24, HIDDEN).to(dtype), torch.randn(24).to(dtype), torch.randn(16, 3, HIDDEN)
+    weight, bias, tensor = (
+        torch.randn(24, HIDDEN).to(dtype),
+        torch.randn(24).to(dtype),
+        torch.randn(16, 3, HIDDEN),
+    )
     make = maker(Topology(world=1), dtype, weight=weight, bias=bias)
     layer = ColumnParallelLinear(make, HIDDEN, (24,), bias=True, init=INIT)
     expected = F.linear(tensor.to(dtype), weight, bias)
@@ -122,10 +138,15 @@ def linear(
     length = 2 * world
     shapes = {"weight": (outputs, inputs)} | ({"bias": (outputs,)} if bias else {})
     tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
-    whole_input, upstream = torch.randn(length, BATCH, inputs).to(dtype), torch.randn(length, BATCH, outputs).to(dtype)
+    whole_input, upstream = (
+        torch.randn(length, BATCH, inputs).to(dtype),
+        torch.randn(length, BATCH, outputs).to(dtype),
+    )
 
     # The reference is fp32 whatever the dtype.
-    expected = {name: leaf(tensor.float()) for name, tensor in {**tensors, "input": whole_input}.items()}
+    expected = {
+        name: leaf(tensor.float()) for name, tensor in {**tensors, "input": whole_input}.items()
+    }
     expected_output = F.linear(expected["input"], expected["weight"], expected.get("bias"))
     expected_output.backward(upstream.float())
 
@@ -138,7 +159,11 @@ def linear(
         layer = RowParallelLinear(make, inputs, outputs, bias=bias, init=INIT)
 
     def local(whole: Tensor, sharded: bool) -> Tensor:
-        return features.shard(whole, topology.tensor_rank, world) if sharded else piece_of(whole, topology)
+        return (
+            features.shard(whole, topology.tensor_rank, world)
+            if sharded
+            else piece_of(whole, topology)
+        )
 
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(name not in frozen)
@@ -159,7 +184,9 @@ def linear(
 
 @EACH_GRID
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("kind", "parts"), [("column", (24,)), ("column", (12, 24, 12)), ("row", (24,))])
+@pytest.mark.parametrize(
+    ("kind", "parts"), [("column", (24,)), ("column", (12, 24, 12)), ("row", (24,))]
+)
 def test_linear_layers_equal_torch(
     ranks: Pools, world: int, sequence: bool, kind: str, parts: tuple[int, ...], bias: bool
 ) -> None:
@@ -169,7 +196,9 @@ def test_linear_layers_equal_torch(
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("kind", ["column", "row"])
-@pytest.mark.parametrize("frozen", ["weight", "input", "bias", "weight input", "weight bias", "input bias"])
+@pytest.mark.parametrize(
+    "frozen", ["weight", "input", "bias", "weight input", "weight bias", "input bias"]
+)
 def test_frozen_parameters_and_inputs(ranks: Pools, sequence: bool, kind: str, frozen: str) -> None:
     compared = {"output", "input", "weight", "bias"} - set(frozen.split())
     assert ranks(2).run(linear, 2, sequence, kind, (12,), True, frozen) == [compared] * 2
@@ -179,7 +208,9 @@ def test_frozen_parameters_and_inputs(ranks: Pools, sequence: bool, kind: str, f
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_linear_layers_in_bf16(ranks: Pools, sequence: bool, kind: str) -> None:
     compared = {"output", "input", "weight", "bias"}
-    assert ranks(4).run(linear, 4, sequence, kind, (24,), True, dtype=torch.bfloat16) == [compared] * 4
+    assert (
+        ranks(4).run(linear, 4, sequence, kind, (24,), True, dtype=torch.bfloat16) == [compared] * 4
+    )
 
 
 class Products(TorchDispatchMode):
@@ -187,7 +218,9 @@ class Products(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.count += function in (torch.ops.aten.mm.out, torch.ops.aten.addmm.out)
         return function(*args, **(kwargs or {}))
 
@@ -200,7 +233,9 @@ def products_without_own_rows_first(world: int) -> int:
     shard, counts, found = whole.chunk(world)[topology.tensor_rank], [], []
     for own_rows_first in (True, False):
         with patch.object(products, "OWN_ROWS_FIRST", own_rows_first), Products() as counted:
-            gathered, outputs = products._all_gather_matmul(shard, matrices, biases, topology.tensor_group)
+            gathered, outputs = products._all_gather_matmul(
+                shard, matrices, biases, topology.tensor_group
+            )
         assert torch.equal(gathered, whole)
         counts.append(counted.count)
         found.append(dict(zip("ab", outputs, strict=True)))
@@ -231,7 +266,7 @@ def test_sizes_that_do_not_divide_are_refused(ranks: Pools) -> None:
         assert "weight: 7 does not divide by tensor parallel size 3" in features
 
 
-# ---- embedding ----------------------------------------------------------------------------------------------------
+# ---- embedding -----------------------------------------------------------------------------------
 
 
 def embedding(world: int, sequence: bool, vocabulary: int) -> set[str]:

@@ -1,4 +1,6 @@
-"""Layouts: shards of a tensor, initial weights that no TP size changes, and the audit of a model."""
+"""Layouts: shards of a tensor, initial weights that no TP size changes, and the audit of a
+model.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,15 @@ LAYERS, VOCABULARY, STD = 2, 301, 0.02
 
 
 def config(**changes: Any) -> GPT2Config:
-    # 24 heads divide by 1, 2, 3, 4 and 8; the odd vocabulary by none. 72 rows end inside a block of 64.
-    sizes: dict[str, Any] = {"n_layer": LAYERS, "n_head": 24, "n_embd": 72, "n_positions": 80, "vocab_size": VOCABULARY}
+    # 24 heads divide by 1, 2, 3, 4 and 8; the odd vocabulary by none. 72 rows end inside a block of
+    # 64.
+    sizes: dict[str, Any] = {
+        "n_layer": LAYERS,
+        "n_head": 24,
+        "n_embd": 72,
+        "n_positions": 80,
+        "vocab_size": VOCABULARY,
+    }
     return GPT2Config(**{**sizes, **changes})
 
 
@@ -31,7 +40,9 @@ def models(tensor: int, sequence: bool = False, **options: Any) -> list[Any]:
     """Every TP rank's model, made from descriptions of the ranks."""
     untied = config(tie_word_embeddings=False)
     return [
-        ZeroTPForCausalLM(untied, Topology(tensor, sequence, world=tensor, rank=rank), seed=5, **options)
+        ZeroTPForCausalLM(
+            untied, Topology(tensor, sequence, world=tensor, rank=rank), seed=5, **options
+        )
         for rank in range(tensor)
     ]
 
@@ -72,13 +83,23 @@ def test_unshard_of_shards_is_the_whole(data: st.DataObject) -> None:
     [
         (Sharded(0, (3,), padded=True), [1, 2, 3], [[1], [2], [3], [0], [0]]),
         # Three rows a rank: the last has one row past the end of the third.
-        (Sharded(0, (9,), padded=True), [*range(1, 10)], [[1, 2, 3], [4, 5, 6], [7, 8, 9], [0, 0, 0]]),
-        (Sharded(0, (2, 2, 4)), [10, 11, 20, 21, 30, 31, 32, 33], [[10, 20, 30, 31], [11, 21, 32, 33]]),
+        (
+            Sharded(0, (9,), padded=True),
+            [*range(1, 10)],
+            [[1, 2, 3], [4, 5, 6], [7, 8, 9], [0, 0, 0]],
+        ),
+        (
+            Sharded(0, (2, 2, 4)),
+            [10, 11, 20, 21, 30, 31, 32, 33],
+            [[10, 20, 30, 31], [11, 21, 32, 33]],
+        ),
     ],
     ids=["padding only", "a row past the end", "fused parts"],
 )
 def test_shards_in_numbers(layout: Sharded, whole: list[int], shards: list[list[int]]) -> None:
-    assert [layout.shard(torch.tensor(whole), rank, len(shards)).tolist() for rank in range(len(shards))] == shards
+    assert [
+        layout.shard(torch.tensor(whole), rank, len(shards)).tolist() for rank in range(len(shards))
+    ] == shards
 
 
 def test_a_part_that_does_not_divide_is_an_error() -> None:
@@ -96,9 +117,12 @@ def test_a_part_that_does_not_divide_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "dtype"), [*((tensor, torch.float32) for tensor in (2, 3, 4, 8)), (3, torch.bfloat16)]
+    ("tensor", "dtype"),
+    [*((tensor, torch.float32) for tensor in (2, 3, 4, 8)), (3, torch.bfloat16)],
 )
-def test_initial_weights_are_the_same_for_every_tensor_size(tensor: int, dtype: torch.dtype) -> None:
+def test_initial_weights_are_the_same_for_every_tensor_size(
+    tensor: int, dtype: torch.dtype
+) -> None:
     whole = dict(models(1)[0].named_parameters())
     split = models(tensor, sequence=True, dtype=dtype)
     for name, reference in whole.items():
@@ -119,7 +143,9 @@ def test_another_seed_draws_other_weights() -> None:
 
 
 def test_initial_distribution() -> None:
-    parameters = dict(ZeroTPForCausalLM(config(tie_word_embeddings=False), seed=3).named_parameters())
+    parameters = dict(
+        ZeroTPForCausalLM(config(tie_word_embeddings=False), seed=3).named_parameters()
+    )
     seen: set[float] = set()
     for name, weight in parameters.items():
         if name.endswith("bias"):
@@ -146,20 +172,32 @@ def reshape(layer: Any) -> None:
 
 
 def swap(layer: Any) -> None:
-    layer.mlp_norm.weight, layer.attention_norm.weight = layer.attention_norm.weight, layer.mlp_norm.weight
+    layer.mlp_norm.weight, layer.attention_norm.weight = (
+        layer.attention_norm.weight,
+        layer.mlp_norm.weight,
+    )
 
 
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
-        (lambda layer: setattr(layer.mlp, "extra", nn.Parameter(torch.zeros(3))), r"mlp\.extra has no layout"),
+        (
+            lambda layer: setattr(layer.mlp, "extra", nn.Parameter(torch.zeros(3))),
+            r"mlp\.extra has no layout",
+        ),
         (reshape, r"mlp\.up\.weight: shape \(7, 72\).*gives \(144, 72\)"),
         (swap, r"attention_norm\.weight: it was initialised as .*layers\.1\.mlp_norm\.weight"),
         *(
-            (lambda layer, mark=mark: setattr(layer.mlp.up.weight, mark, False), rf"mlp\.up\.weight: .* {mark}=False")
+            (
+                lambda layer, mark=mark: setattr(layer.mlp.up.weight, mark, False),
+                rf"mlp\.up\.weight: .* {mark}=False",
+            )
             for mark in MARKS
         ),
-        (lambda layer: setattr(layer.mlp_norm.weight, MARKS[1], True), rf"mlp_norm\.weight: .* {MARKS[1]}=True"),
+        (
+            lambda layer: setattr(layer.mlp_norm.weight, MARKS[1], True),
+            rf"mlp_norm\.weight: .* {MARKS[1]}=True",
+        ),
     ],
     ids=["no layout", "shape", "name", *(f"no {mark}" for mark in MARKS), "marked"],
 )

@@ -57,8 +57,12 @@ class Case(NamedTuple):
         hidden = torch.randn(self.pieces * self.world, self.batch, HIDDEN)
         weight = torch.randn(self.vocabulary, HIDDEN)
         if self.large:
-            # Whole numbers, so that logits to ±1e4 are exact in fp32 and only the loss itself is compared.
-            hidden, weight = torch.randint(-40, 41, hidden.shape).float(), torch.randint(-41, 42, weight.shape).float()
+            # Whole numbers, so that logits to ±1e4 are exact in fp32 and only the loss itself is
+            # compared.
+            hidden, weight = (
+                torch.randint(-40, 41, hidden.shape).float(),
+                torch.randint(-41, 42, weight.shape).float(),
+            )
             hidden[0, 0], weight[0] = 40.0, 41.0
             weight[-1] = -41.0
             weight[self.vocabulary // 2] = weight[0]  # a tie, on two ranks
@@ -96,10 +100,19 @@ def cross_entropy(case: Case) -> set[str]:
         own = own.transpose(0, 1).contiguous().transpose(0, 1)
     given_hidden = own.clone().requires_grad_("hidden" not in case.frozen)
     given_weight = shard_of(weight, rank, world).requires_grad_("weight" not in case.frozen)
-    with patch.object(module, "BLOCK_ELEMENTS", case.chunk), patch.object(elementwise, "CACHE_ELEMENTS", case.chunk):
-        common: dict[str, Any] = {"vocabulary": case.vocabulary, "group": group, "ignore_index": index}
+    with (
+        patch.object(module, "BLOCK_ELEMENTS", case.chunk),
+        patch.object(elementwise, "CACHE_ELEMENTS", case.chunk),
+    ):
+        common: dict[str, Any] = {
+            "vocabulary": case.vocabulary,
+            "group": group,
+            "ignore_index": index,
+        }
         once: dict[str, Any] = {"sequence": case.sequence, "divisor": divisor, **common}
-        found, correct = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, accuracy=True, **once)
+        found, correct = vocab_parallel_cross_entropy(
+            given_hidden, given_weight, labels, accuracy=True, **once
+        )
         with torch.no_grad():
             without, _ = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, **once)
         scores = vocab_parallel_token_scores(hidden, given_weight, labels, **common)
@@ -118,10 +131,14 @@ def cross_entropy(case: Case) -> set[str]:
     assert torch.equal(scores.greedy, greedy) and correct == greedy.sum()
     assert torch.equal(each_of_three.greedy[..., 0], scores.greedy)
     assert torch.allclose(each_of_three.nll[..., 0], each, rtol=1e-5, atol=2e-6)
-    other = F.cross_entropy(flat[0], labels.roll(1).flatten(), ignore_index=index, reduction="none").view(labels.shape)
+    other = F.cross_entropy(
+        flat[0], labels.roll(1).flatten(), ignore_index=index, reduction="none"
+    ).view(labels.shape)
     assert torch.allclose(each_of_three.nll[..., 1], other, rtol=1e-5, atol=2e-6)
     assert not each_of_three.nll[..., 2].any() and not each_of_three.greedy[..., 2].any()
-    whole_logits = vocab_parallel_logits(hidden, given_weight, vocabulary=case.vocabulary, group=group)
+    whole_logits = vocab_parallel_logits(
+        hidden, given_weight, vocabulary=case.vocabulary, group=group
+    )
     check_close({"logits": whole_logits}, {"logits": logits.detach()})
     if not found.requires_grad:
         return set()
@@ -130,12 +147,18 @@ def cross_entropy(case: Case) -> set[str]:
     gradients, references = {}, {}
     if given_hidden.requires_grad:
         assert given_hidden.grad is not None and whole_hidden.grad is not None
-        gradients["hidden"], references["hidden"] = given_hidden.grad, piece_of(whole_hidden.grad, topology)
+        gradients["hidden"], references["hidden"] = (
+            given_hidden.grad,
+            piece_of(whole_hidden.grad, topology),
+        )
     if given_weight.requires_grad:
         assert given_weight.grad is not None and whole_weight.grad is not None
         layout = Sharded(0, (case.vocabulary,), padded=True)
         # Against the zero-padded shard: a padded row must have no gradient.
-        gradients["weight"], references["weight"] = given_weight.grad, layout.shard(whole_weight.grad, rank, world)
+        gradients["weight"], references["weight"] = (
+            given_weight.grad,
+            layout.shard(whole_weight.grad, rank, world),
+        )
     # A floor: with one word in the vocabulary the gradient is zero.
     for each_of in (gradients, references):
         each_of["one"] = torch.ones(1)
@@ -164,9 +187,13 @@ def cross_entropy(case: Case) -> set[str]:
         divisor=st.none(),
     )
 )
-@example(Case(4, True, 1, 1, 1, "none", True, -100, 1.0, 1, 0))  # three of four ranks hold padding only
+@example(
+    Case(4, True, 1, 1, 1, "none", True, -100, 1.0, 1, 0)
+)  # three of four ranks hold padding only
 @example(Case(4, False, 2, 2, 5, "all", False, -100, 65536.0, 30, 1))
-@example(Case(2, True, 4, 2, 24, "some", True, -100, 0.125, 1, 815781))  # the maximum's last digit is not the loss's
+@example(
+    Case(2, True, 4, 2, 24, "some", True, -100, 0.125, 1, 815781)
+)  # the maximum's last digit is not the loss's
 @example(Case(3, True, 2, 2, 7, "some", True, -1, 1.0, 2**23, 2))
 def test_cross_entropy_equals_torch(ranks: Pools, case: Case) -> None:
     assert ranks(case.world).run(cross_entropy, case) == [{"hidden", "weight"}] * case.world
@@ -191,7 +218,9 @@ def test_frozen_weight_or_hidden_states(ranks: Pools, sequence: bool, frozen: st
     ],
 )
 def test_other_divisors_and_layouts(ranks: Pools, case: Case) -> None:
-    """With a divisor, a micro-batch whose labels are all ignored has a loss of 0 and no gradient."""
+    """With a divisor, a micro-batch whose labels are all ignored has a loss of 0 and no
+    gradient.
+    """
     assert ranks(2).run(cross_entropy, case) == [{"hidden", "weight"}] * 2
 
 
@@ -213,7 +242,12 @@ def rounded(world: int, sequence: bool, length: int, batch: int, draws: int) -> 
         given_hidden = leaf(piece_of(hidden, topology))
         given_weight = leaf(layout.shard(weight, topology.tensor_rank, world))
         vocab_parallel_cross_entropy(
-            given_hidden, given_weight, labels, vocabulary=vocabulary, group=topology.tensor_group, sequence=sequence
+            given_hidden,
+            given_weight,
+            labels,
+            vocabulary=vocabulary,
+            group=topology.tensor_group,
+            sequence=sequence,
         )[0].backward()
         assert given_hidden.grad is not None and given_weight.grad is not None
         assert expected_hidden.grad is not None and expected_weight.grad is not None
@@ -225,7 +259,9 @@ def rounded(world: int, sequence: bool, length: int, batch: int, draws: int) -> 
         assert all(tensor.dtype == torch.bfloat16 for tensor in found.values())
         check_close(found, reference, relative=1e-2)
         for name, tensor in found.items():
-            ratio = (tensor.double() * reference[name]).sum() / reference[name].double().pow(2).sum()
+            ratio = (tensor.double() * reference[name]).sum() / reference[name].double().pow(
+                2
+            ).sum()
             ratios.setdefault(name, []).append(ratio.item())
     module.BLOCK_ELEMENTS = before
     for name, each in ratios.items():  # errors of single elements average out
@@ -250,7 +286,9 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.elements = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, Tensor):
@@ -261,11 +299,17 @@ class Largest(TorchDispatchMode):
 def largest_tensor(world: int, sequence: bool, chunk: int, trained: bool = True) -> int:
     topology = grid(world, sequence)
     vocabulary = 64
-    hidden, weight, labels = Case(world, pieces=32 // world, vocabulary=vocabulary, seed=0).tensors()
+    hidden, weight, labels = Case(
+        world, pieces=32 // world, vocabulary=vocabulary, seed=0
+    ).tensors()
     own = leaf(piece_of(hidden, topology))
     shard = leaf(Sharded(0, (vocabulary,), padded=True).shard(weight, topology.tensor_rank, world))
     common: dict[str, Any] = {"vocabulary": vocabulary, "group": topology.tensor_group}
-    with patch.object(module, "BLOCK_ELEMENTS", chunk), Largest() as largest, torch.set_grad_enabled(trained):
+    with (
+        patch.object(module, "BLOCK_ELEMENTS", chunk),
+        Largest() as largest,
+        torch.set_grad_enabled(trained),
+    ):
         found, _ = vocab_parallel_cross_entropy(own, shard, labels, sequence=sequence, **common)
         if trained:
             found.backward()
@@ -278,6 +322,10 @@ def test_the_full_logits_never_exist(ranks: Pools, sequence: bool) -> None:
     whole_logits, hidden_states = 32 * 2 * 64 // 2, 32 * 2 * HIDDEN
     at_least = HIDDEN * 64 // 2  # a block as large as the weight's gradient
     for chunk in (1, 128, 512):
-        assert set(ranks(2).run(largest_tensor, 2, sequence, chunk)) == {max(chunk, at_least, hidden_states)}
-        assert set(ranks(2).run(largest_tensor, 2, sequence, chunk, trained=False)) == {max(chunk, hidden_states)}
+        assert set(ranks(2).run(largest_tensor, 2, sequence, chunk)) == {
+            max(chunk, at_least, hidden_states)
+        }
+        assert set(ranks(2).run(largest_tensor, 2, sequence, chunk, trained=False)) == {
+            max(chunk, hidden_states)
+        }
     assert set(ranks(2).run(largest_tensor, 2, sequence, 2**23)) == {whole_logits}

@@ -19,14 +19,18 @@ from zero_tp.parallel.loss import vocab_parallel_cross_entropy
 from zero_tp.tools.planning.tracking import Allocations
 
 BLOCK = 2**23
-"""Logits of a block, at most, before blocks became as large as the weight's gradient, and in evaluation."""
+"""Logits of a block, at most, before blocks became as large as the weight's gradient, and in
+evaluation.
+"""
 
 
 def peak(dtype: torch.dtype, tokens: int, size: int, rows: int, *, trained: bool = True) -> int:
     """Return the peak bytes of forward and backward on one rank, without their inputs."""
     with FakeTensorMode(), Allocations() as allocations:
         shapes = ((tokens, 1, size), (rows, size))
-        hidden, weight = (torch.empty(*shape, dtype=dtype, requires_grad=trained) for shape in shapes)
+        hidden, weight = (
+            torch.empty(*shape, dtype=dtype, requires_grad=trained) for shape in shapes
+        )
         labels = torch.zeros(tokens, 1, dtype=torch.long)
         allocations.mark((hidden, weight, labels), "given")
         found, _ = vocab_parallel_cross_entropy(hidden, weight, labels, vocabulary=rows, group=None)
@@ -40,8 +44,9 @@ def peak(dtype: torch.dtype, tokens: int, size: int, rows: int, *, trained: bool
 
 
 def before(dtype: torch.dtype, tokens: int, size: int, rows: int) -> int:
-    """Return the peak of an earlier loss: chunks of 2^23 logits in fp32 and in the dtype, and an fp32 gradient that
-    accumulates them, with a few numbers a token."""
+    """Return the peak of an earlier loss: chunks of 2^23 logits in fp32 and in the dtype, and an
+    fp32 gradient that accumulates them, with a few numbers a token.
+    """
     element = dtype.itemsize
     chunk = min(tokens, BLOCK // rows) * rows
     weight, hidden = rows * size, element * tokens * size
@@ -79,14 +84,18 @@ def test_fp16_holds_the_sum_of_many_tokens_with_one_label() -> None:
     labels = torch.zeros(2048, 1, dtype=torch.long)
     reference, given = leaf(weight), leaf(weight.half())
     F.cross_entropy(F.linear(hidden, reference).flatten(0, 1), labels.flatten()).backward()
-    vocab_parallel_cross_entropy(hidden.half(), given, labels, vocabulary=8, group=None)[0].backward()
+    vocab_parallel_cross_entropy(hidden.half(), given, labels, vocabulary=8, group=None)[
+        0
+    ].backward()
     assert given.grad is not None and reference.grad is not None
     torch.testing.assert_close(given.grad.float(), reference.grad, rtol=2**-10, atol=0.0)
 
 
 @THOROUGH
 def test_the_bound_of_bf16_blocks() -> None:
-    """Each block's product is rounded once, by up to 2^-8; each fp32 addition rounds by up to 2^-24."""
+    """Each block's product is rounded once, by up to 2^-8; each fp32 addition rounds by up to
+    2^-24.
+    """
     share = 0.0
     for count in (1, 2, 5, 16):
         for rows in (1, 8, BLOCK):  # of a product at once
@@ -103,7 +112,9 @@ def test_the_bound_of_bf16_blocks() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gemms_that_accumulate_in_fp32_round_no_product(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gemms_that_accumulate_in_fp32_round_no_product(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On CUDA one `addmm` a block accumulates in fp32; a CPU function stands in for its kernel."""
     calls = []
 
@@ -117,7 +128,13 @@ def test_gemms_that_accumulate_in_fp32_round_no_product(dtype: torch.dtype, monk
         alpha: Any = 1,
         out: Tensor,
     ) -> Tensor:
-        assert (first.dtype, second.dtype, out_dtype, beta, alpha) == (dtype, dtype, torch.float32, 1, 1)
+        assert (first.dtype, second.dtype, out_dtype, beta, alpha) == (
+            dtype,
+            dtype,
+            torch.float32,
+            1,
+            1,
+        )
         assert out.data_ptr() == total.data_ptr() and out.dtype == torch.float32
         calls.append(out)
         return out.copy_(total + first.float() @ second.float())

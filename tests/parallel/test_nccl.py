@@ -1,6 +1,8 @@
-"""A step's collectives are waited for where NCCL needs it, in one order on all ranks: no value changes on any schedule.
+"""A step's collectives are waited for where NCCL needs it, in one order on all ranks: no value
+changes on any schedule.
 
-On the simulated accelerator of tests/support/streams.py, with the collectives of tests/support/nccl.py.
+On the simulated accelerator of tests/support/streams.py, with the collectives of
+tests/support/nccl.py.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from torch import Tensor, nn
 
 from tests.support.compare import check_close, gradient_of, grid
 from tests.support.pools import Pool, RankError
-from tests.support.streams import BATCH, VOCABULARY, computing_accelerator, config_of, model_there, tensor_there
+from tests.support.streams import (
+    BATCH,
+    VOCABULARY,
+    computing_accelerator,
+    config_of,
+    model_there,
+    tensor_there,
+)
 from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.deepspeed import ActivationCheckpointing
@@ -36,15 +45,15 @@ SCHEDULES = ["late", "early"]
 """When unordered collectives run: as late, or as early, as they can."""
 
 
-# ---- a step --------------------------------------------------------------------------------------------------------
+# ---- a step --------------------------------------------------------------------------------------
 
 
 class GradientReduction:
     """DeepSpeed's ZeRO-2 with `overlap_comm`, whose engine does not run on fake tensors.
 
-    Once a gradient is accumulated, its hook copies it into a bucket and reduces that over DP, on a stream of its own
-    that waits for the compute stream (`grad_handling_hook` and `average_tensor` of
-    deepspeed/runtime/zero/stage_1_and_2.py).
+    Once a gradient is accumulated, its hook copies it into a bucket and reduces that over DP, on a
+    stream of its own that waits for the compute stream (`grad_handling_hook` and `average_tensor`
+    of deepspeed/runtime/zero/stage_1_and_2.py).
 
     Attributes:
         reduced: the sums over DP by the parameters' names, valid once `wait` was called.
@@ -55,7 +64,9 @@ class GradientReduction:
         self.stream = self.runtime.Stream(device)
         self.reduced: dict[str, Tensor] = {}
         for name, parameter in model.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: self._reduce(name, parameter))
+            parameter.register_post_accumulate_grad_hook(
+                lambda parameter, name=name: self._reduce(name, parameter)
+            )
 
     def _reduce(self, name: str, parameter: nn.Parameter) -> None:
         bucket = gradient_of(parameter).clone()
@@ -83,10 +94,14 @@ def on_cpu(model: ZeroTPForCausalLM, tokens: Tensor) -> dict[str, Tensor]:
 def on_accelerator(
     model: ZeroTPForCausalLM, tokens: Tensor, schedule: str, mode: str
 ) -> tuple[dict[str, Tensor], tuple[int, int]]:
-    """The same of a copy of the model there; and how many collectives that takes, how many of them asynchronous."""
+    """The same of a copy of the model there; and how many collectives that takes, how many of
+    them asynchronous.
+    """
     with computing_accelerator(schedule) as computing:
         copy = model_there(model, computing)
-        ActivationMemory(copy, RecomputePolicy(mode=mode), ActivationCheckpointing(), computing.device)
+        ActivationMemory(
+            copy, RecomputePolicy(mode=mode), ActivationCheckpointing(), computing.device
+        )
         GradientHooks(copy, copy.topology.tensor_group)
         reduction = GradientReduction(copy, copy.topology, computing.device)
         batch = tensor_there(tokens, computing)
@@ -103,7 +118,9 @@ def compared(model_type: str, sequence: bool, mode: str) -> tuple[int, int]:
     topology = grid(2, sequence)
     generator = torch.Generator().manual_seed(topology.data_rank)
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
-    config = config_of(model_type, LAYERS, LENGTH, kv_heads=1)  # each rank has it: a hook sums its gradients
+    config = config_of(
+        model_type, LAYERS, LENGTH, kv_heads=1
+    )  # each rank has it: a hook sums its gradients
     model = ZeroTPForCausalLM(config, topology, seed=1).train()
     late, count = on_accelerator(model, tokens, "late", mode)
     early, same_count = on_accelerator(model, tokens, "early", mode)
@@ -114,17 +131,29 @@ def compared(model_type: str, sequence: bool, mode: str) -> tuple[int, int]:
     if model_type == "gpt2":
         for name, values in late.items():
             assert torch.equal(values, expected[name]), name
-    check_close(late, expected)  # SiLU's backward is a kernel on the CPU and torch's composite formula elsewhere
+    check_close(
+        late, expected
+    )  # SiLU's backward is a kernel on the CPU and torch's composite formula elsewhere
     return count
 
 
 LINEAR_FORWARD, LINEAR_BACKWARD = 2, 2 * (2 + 1)
-"""Asynchronous collectives of a layer under SP: two column layers gather; backward gathers twice and scatters once for
-each pair of a column and a row layer."""
+"""Asynchronous collectives of a layer under SP: two column layers gather; backward gathers twice
+and scatters once for each pair of a column and a row layer.
+"""
 CASES = [
     pytest.param("gpt2", True, "full", 2 * LINEAR_FORWARD + LINEAR_BACKWARD, id="gpt2-SP-full"),
-    pytest.param("gpt2", True, "none", LINEAR_FORWARD + LINEAR_BACKWARD, id="gpt2-SP", marks=THOROUGH),
-    pytest.param("llama", True, "full", 2 * LINEAR_FORWARD + LINEAR_BACKWARD, id="llama-SP-full", marks=THOROUGH),
+    pytest.param(
+        "gpt2", True, "none", LINEAR_FORWARD + LINEAR_BACKWARD, id="gpt2-SP", marks=THOROUGH
+    ),
+    pytest.param(
+        "llama",
+        True,
+        "full",
+        2 * LINEAR_FORWARD + LINEAR_BACKWARD,
+        id="llama-SP-full",
+        marks=THOROUGH,
+    ),
     pytest.param("gpt2", False, "full", 2, id="gpt2-full", marks=THOROUGH),
     pytest.param("llama", False, "full", 2, id="llama-full", marks=THOROUGH),
 ]
@@ -141,11 +170,13 @@ def test_a_step_computes_the_same_on_every_schedule(
         assert total > asynchronous
 
 
-# ---- collectives ---------------------------------------------------------------------------------------------------
+# ---- collectives ---------------------------------------------------------------------------------
 
 
 def gathered(does: str, schedule: str) -> tuple[Tensor, int]:
-    """Return the all-gather of the ranks' numbers over TP, and the number of asynchronous collectives."""
+    """Return the all-gather of the ranks' numbers over TP, and the number of asynchronous
+    collectives.
+    """
     group = grid(2, False).tensor_group
     with computing_accelerator(schedule) as computing:
         shard = torch.full((2,), float(dist.get_rank()), device=computing.device)
@@ -157,7 +188,9 @@ def gathered(does: str, schedule: str) -> tuple[Tensor, int]:
                 shard.add_(1)
             if does == "frees the input":
                 del shard
-            whole = pending._tensor if does in ("does not wait", "waits too late") else pending.wait()
+            whole = (
+                pending._tensor if does in ("does not wait", "waits too late") else pending.wait()
+            )
         found = whole + 0
         if does == "waits too late":
             pending.wait()
@@ -168,7 +201,10 @@ def gathered(does: str, schedule: str) -> tuple[Tensor, int]:
     ("does", "schedule"),
     [
         *itertools.product(("blocks", "waits", "frees the input"), SCHEDULES),
-        *((mistake, "late") for mistake in ("does not wait", "waits too late", "changes the input")),
+        *(
+            (mistake, "late")
+            for mistake in ("does not wait", "waits too late", "changes the input")
+        ),
     ],
 )
 def test_a_result_is_right_only_after_its_wait(own_ranks: Pool, does: str, schedule: str) -> None:
@@ -204,18 +240,30 @@ def left_out(schedule: str) -> None:
 @pytest.mark.parametrize(
     ("does", "schedule", "words"),
     [
-        (swapped, "late", "collective 1 of a group differs between ranks: rank .: c10d::_allgather_base_.*allreduce_"),
-        (swapped, "early", "collective 1 of a group differs between ranks: rank .: c10d::_allgather_base_.*allreduce_"),
+        (
+            swapped,
+            "late",
+            "collective 1 of a group differs between ranks: rank .: "
+            "c10d::_allgather_base_.*allreduce_",
+        ),
+        (
+            swapped,
+            "early",
+            "collective 1 of a group differs between ranks: rank .: "
+            "c10d::_allgather_base_.*allreduce_",
+        ),
         (left_out, "late", "rank 2: c10d::allreduce_.* rank 3: none"),
     ],
 )
-def test_ranks_that_differ_are_named(own_ranks: Pool, does: Callable[[str], None], schedule: str, words: str) -> None:
+def test_ranks_that_differ_are_named(
+    own_ranks: Pool, does: Callable[[str], None], schedule: str, words: str
+) -> None:
     with pytest.raises(RankError, match=words) as error:
         own_ranks.run(does, schedule)
     assert error.value.kind == "AssertionError"
 
 
-# ---- samples -------------------------------------------------------------------------------------------------------
+# ---- samples -------------------------------------------------------------------------------------
 
 
 def longer_on_one_rank(schedule: str, length: int) -> str:
@@ -235,7 +283,9 @@ def longer_on_one_rank(schedule: str, length: int) -> str:
         issued, _ = computing.collectives.count()
         assert issued > 2, "the forward's collectives are enqueued before the result is read"
         try:
-            with mock.patch.object(HostCopy, "read", lambda result: computing.read_on_host(result.wait())):
+            with mock.patch.object(
+                HostCopy, "read", lambda result: computing.read_on_host(result.wait())
+            ):
                 comparison.require_same()
         except UserError as error:
             return str(error)
@@ -244,9 +294,15 @@ def longer_on_one_rank(schedule: str, length: int) -> str:
 
 
 def test_different_shapes_are_refused_before_the_forward_has_run(own_ranks: Pool) -> None:
-    """The forward's collectives of different sizes would hang; here they would fail if they were run."""
+    """The forward's collectives of different sizes would hang; here they would fail if they were
+    run.
+    """
     assert own_ranks.run(longer_on_one_rank, "early", LENGTH) == [""] * WORLD
     for error in own_ranks.run(longer_on_one_rank, "early", LENGTH - 2):
-        assert error.startswith("input_ids: the samples differ between the ranks of a tensor parallel group")
+        assert error.startswith(
+            "input_ids: the samples differ between the ranks of a tensor parallel group"
+        )
     with pytest.raises(RankError, match="differs between ranks"):
-        own_ranks.run(longer_on_one_rank, "late", LENGTH - 2)  # this schedule computes the forward at once
+        own_ranks.run(
+            longer_on_one_rank, "late", LENGTH - 2
+        )  # this schedule computes the forward at once

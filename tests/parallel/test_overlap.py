@@ -1,4 +1,6 @@
-"""Collectives of column and row layers overlap with GEMMs; a column layer saves only its input shard."""
+"""Collectives of column and row layers overlap with GEMMs; a column layer saves only its input
+shard.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,25 @@ from zero_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from zero_tp.parallel.parameter import Normal
 
 LENGTH, BATCH, INPUTS, OUTPUTS = 8, 3, 10, 28
-PRODUCTS = [getattr(getattr(torch.ops.aten, name), kind) for name in ("mm", "addmm") for kind in ("default", "out")]
+PRODUCTS = [
+    getattr(getattr(torch.ops.aten, name), kind)
+    for name in ("mm", "addmm")
+    for kind in ("default", "out")
+]
 
 
 class Events(TorchDispatchMode):
-    """Matrix products (by the shape of their result), starts of collectives and waits for them, in order."""
+    """Matrix products (by the shape of their result), starts of collectives and waits for them,
+    in order.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.log: list[str] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         if function in PRODUCTS:
             self.log.append(f"GEMM {list(result.shape)}")
@@ -56,12 +66,16 @@ class Events(TorchDispatchMode):
         return patch.object(linear, f"start_{name}", recorded_start)
 
 
-def backward_events(world: int, sequence: bool, frozen: str) -> tuple[list[str], list[tuple[int, ...]]]:
+def backward_events(
+    world: int, sequence: bool, frozen: str
+) -> tuple[list[str], list[tuple[int, ...]]]:
     topology = grid(world, sequence)
     make = maker(topology, weight=torch.randn(OUTPUTS, INPUTS), bias=torch.randn(OUTPUTS))
     layer = ColumnParallelLinear(make, INPUTS, (OUTPUTS,), bias=True, init=Normal(1.0))
     layer.weight.requires_grad_(frozen != "weight")
-    given = leaf(piece_of(torch.randn(LENGTH, BATCH, INPUTS), topology)).requires_grad_(frozen != "input")
+    given = leaf(piece_of(torch.randn(LENGTH, BATCH, INPUTS), topology)).requires_grad_(
+        frozen != "input"
+    )
     saved: list[tuple[int, ...]] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -71,12 +85,20 @@ def backward_events(world: int, sequence: bool, frozen: str) -> tuple[list[str],
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = layer(given, sequence=sequence)
     events = Events()
-    with events, events.recorded("all_gather"), events.recorded("reduce_scatter"), events.recorded("all_reduce"):
+    with (
+        events,
+        events.recorded("all_gather"),
+        events.recorded("reduce_scatter"),
+        events.recorded("all_reduce"),
+    ):
         output.backward(torch.ones_like(output))
     return events.log, saved
 
 
-INPUT_GRADIENT, WEIGHT_GRADIENT = f"GEMM {[LENGTH * BATCH, INPUTS]}", f"GEMM {[OUTPUTS // 2, INPUTS]}"
+INPUT_GRADIENT, WEIGHT_GRADIENT = (
+    f"GEMM {[LENGTH * BATCH, INPUTS]}",
+    f"GEMM {[OUTPUTS // 2, INPUTS]}",
+)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +118,9 @@ INPUT_GRADIENT, WEIGHT_GRADIENT = f"GEMM {[LENGTH * BATCH, INPUTS]}", f"GEMM {[O
         (True, "input", ["start all_gather", "wait all_gather", WEIGHT_GRADIENT]),
     ],
 )
-def test_communication_runs_during_the_products(ranks: Pools, sequence: bool, frozen: str, expected: list[str]) -> None:
+def test_communication_runs_during_the_products(
+    ranks: Pools, sequence: bool, frozen: str, expected: list[str]
+) -> None:
     """Only the rank's shard of the input and the weight are saved for backward."""
     kept = LENGTH // 2 if sequence else LENGTH
     for log, saved in ranks(2).run(backward_events, 2, sequence, frozen):
@@ -105,9 +129,14 @@ def test_communication_runs_during_the_products(ranks: Pools, sequence: bool, fr
 
 
 def gathering_events(world: int, name: str, bias: bool) -> list[str]:
-    """Return the events of a column layer's forward or a row layer's backward under SP, which gather and multiply."""
+    """Return the events of a column layer's forward or a row layer's backward under SP, which
+    gather and multiply.
+    """
     topology = grid(world, True)
-    make, init = maker(topology, weight=torch.randn(OUTPUTS, INPUTS), bias=torch.randn(OUTPUTS)), Normal(1.0)
+    make, init = (
+        maker(topology, weight=torch.randn(OUTPUTS, INPUTS), bias=torch.randn(OUTPUTS)),
+        Normal(1.0),
+    )
     shard = leaf(torch.randn(LENGTH // world, BATCH, INPUTS))
     events = Events()
     if name == "column":

@@ -32,13 +32,14 @@ from zero_tp.run.checkpoint.manifest import states_file
 from zero_tp.run.checkpoint.reader import RANDOM
 from zero_tp.run.checkpoint.start_point import _restore_streams
 
-# ---- streams -------------------------------------------------------------------------------------------------------
+# ---- streams -------------------------------------------------------------------------------------
 
 CPUGenerator = torch.Generator
 
 
 class CUDAGenerator:
-    """torch 2.13's `torch.Generator` of a CUDA device: a pointer to a state (ATen/cuda/CUDAGeneratorImpl.h).
+    """torch 2.13's `torch.Generator` of a CUDA device: a pointer to a state
+    (ATen/cuda/CUDAGeneratorImpl.h).
 
     Attributes:
         copies: of states, by all generators.
@@ -81,13 +82,17 @@ def test_streams_and_the_default_generator_are_independent() -> None:
         found = []
         for seed in (1, 2):
             torch.manual_seed(seed)
-            found.append(draw_as_a_run(RandomStreams(Topology(2, world=4, rank=3), 5), lambda: torch.rand(3)))
+            found.append(
+                draw_as_a_run(RandomStreams(Topology(2, world=4, rank=3), 5), lambda: torch.rand(3))
+            )
     assert same(found[0][:OUTSIDE], plain)
     assert same(found[0][OUTSIDE:], found[1][OUTSIDE:])
 
 
 def test_a_cuda_stream_is_used_without_copies() -> None:
-    """Its draws are those of a copied state. A class with the interface of a CUDA generator stands in for it."""
+    """Its draws are those of a copied state. A class with the interface of a CUDA generator
+    stands in for it.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(1)
         expected = draw_as_a_run(RandomStreams(Topology(), 5), lambda: torch.rand(3))
@@ -108,10 +113,14 @@ def test_a_cuda_stream_is_used_without_copies() -> None:
 
 
 @pytest.mark.parametrize("size", [5056, 16])
-def test_a_resumed_run_takes_new_streams_on_another_kind_of_device(tmp_path: Path, size: int) -> None:
+def test_a_resumed_run_takes_new_streams_on_another_kind_of_device(
+    tmp_path: Path, size: int
+) -> None:
     """A state of the CPU's generator has 5,056 bytes, one of CUDA's 16."""
     saved = RandomStreams(Topology(), 5)
-    states = {f"{RANDOM}/{name}": state[:size].clone() for name, state in saved.state_dict().items()}
+    states = {
+        f"{RANDOM}/{name}": state[:size].clone() for name, state in saved.state_dict().items()
+    }
     save_file(states, tmp_path / states_file(0, 0))
     streams = RandomStreams(Topology(), 6)
     engine: Any = SimpleNamespace(topology=Topology(), model=SimpleNamespace(streams=streams))
@@ -122,7 +131,7 @@ def test_a_resumed_run_takes_new_streams_on_another_kind_of_device(tmp_path: Pat
         assert torch.equal(state, expected.state_dict()[name])
 
 
-# ---- masks ---------------------------------------------------------------------------------------------------------
+# ---- masks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.5, False)])
@@ -141,29 +150,47 @@ DROPOUTS = {"embd_pdrop": EMBEDDING, "resid_pdrop": RESIDUAL, "attn_pdrop": ATTE
 
 # A forward draws the embedding's mask, then each layer's: attention, residual, residual.
 KINDS = ["embedding", *["attention", "residual", "residual"] * LAYERS]
-FULL = [number for layer in reversed(range(LAYERS)) for number in range(1 + 3 * layer, 4 + 3 * layer)]
+FULL = [
+    number for layer in reversed(range(LAYERS)) for number in range(1 + 3 * layer, 4 + 3 * layer)
+]
 CORES = [1 + 3 * layer for layer in reversed(range(LAYERS))]
 
 POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any], list[int]]] = {
     # Which masks of the forward are drawn again, in backward's order.
     "none": ({"mode": "none"}, {}, []),
     "selective": ({"mode": "selective"}, {}, CORES),
-    "all modules": ({"mode": "selective", "modules": ["attention_core", "mlp_activation", "norm"]}, {}, CORES),
+    "all modules": (
+        {"mode": "selective", "modules": ["attention_core", "mlp_activation", "norm"]},
+        {},
+        CORES,
+    ),
     "full": ({"mode": "full"}, {}, FULL),
-    "full, every other layer": ({"mode": "full", "every": 2}, {}, [n for n in FULL if (n - 1) // 3 != 1]),
+    "full, every other layer": (
+        {"mode": "full", "every": 2},
+        {},
+        [n for n in FULL if (n - 1) // 3 != 1],
+    ),
     "full, partitioned": ({"mode": "full"}, {"partition_activations": True}, FULL),
-    "full, contiguous": ({"mode": "full"}, {"contiguous_memory_optimization": True, "number_checkpoints": 6}, FULL),
+    "full, contiguous": (
+        {"mode": "full"},
+        {"contiguous_memory_optimization": True, "number_checkpoints": 6},
+        FULL,
+    ),
 }
 
 
 class Masks(TorchDispatchMode):
-    """The masks that are drawn inside, in order: by native_dropout, or by the maths of attention on a CPU."""
+    """The masks that are drawn inside, in order: by native_dropout, or by the maths of attention
+    on a CPU.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.drawn: list[Tensor] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         if function is torch.ops.aten.native_dropout.default:
             self.drawn.append(result[1].clone())
@@ -185,12 +212,16 @@ def config_of(attention: str) -> GPT2Config:
 def model_of(tensor: int, sequence: bool, attention: str, policy: str) -> ZeroTPForCausalLM:
     model: Any = ZeroTPForCausalLM(config_of(attention), grid(tensor, sequence), seed=11).train()
     mode, settings, _ = POLICIES[policy]
-    ActivationMemory(model, RecomputePolicy(**mode), ActivationCheckpointing(**settings), torch.device("cpu"))
+    ActivationMemory(
+        model, RecomputePolicy(**mode), ActivationCheckpointing(**settings), torch.device("cpu")
+    )
     return model
 
 
 def drawn_by(policy: str, tensor: int, sequence: bool, attention: str) -> list[list[Tensor]]:
-    """Return the masks of each phase: forward, backward; two forwards, their backwards in reverse order; forward."""
+    """Return the masks of each phase: forward, backward; two forwards, their backwards in
+    reverse order; forward.
+    """
     model = model_of(tensor, sequence, attention, policy)
     tokens = torch.randint(50, (BATCH, LENGTH))
     before = torch.get_rng_state()
@@ -209,12 +240,16 @@ def drawn_by(policy: str, tensor: int, sequence: bool, attention: str) -> list[l
 @pytest.fixture(scope="module")
 def masks_without_recomputation(ranks: Pools) -> Callable[[str, bool], list[list[list[Tensor]]]]:
     """`masks_without_recomputation(attention, sequence)`: by rank and phase, drawn once."""
-    return functools.cache(lambda attention, sequence: ranks(2).run(drawn_by, "none", 2, sequence, attention))
+    return functools.cache(
+        lambda attention, sequence: ranks(2).run(drawn_by, "none", 2, sequence, attention)
+    )
 
 
 @pytest.mark.parametrize(
     ("attention", "sequence"),
-    in_tiers([("eager", False), ("eager", True), ("sdpa", False), ("sdpa", True)], [("eager", True)]),
+    in_tiers(
+        [("eager", False), ("eager", True), ("sdpa", False), ("sdpa", True)], [("eager", True)]
+    ),
 )
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "none"])
 def test_recomputation_replays_the_masks(
@@ -222,18 +257,24 @@ def test_recomputation_replays_the_masks(
 ) -> None:
     again = POLICIES[policy][2]
     plain = masks_without_recomputation(attention, sequence)
-    for phases, expected in zip(ranks(2).run(drawn_by, policy, 2, sequence, attention), plain, strict=True):
+    for phases, expected in zip(
+        ranks(2).run(drawn_by, policy, 2, sequence, attention), plain, strict=True
+    ):
         # Forwards draw what they draw without recomputation: a replay has moved no stream.
         first, replay, second, third, replay_of_third, replay_of_second, fourth = phases
         for number, forward in zip((0, 2, 3, 6), (first, second, third, fourth), strict=True):
-            assert len(forward) == len(KINDS) and same(forward, expected[number]), f"forward of phase {number}"
+            assert len(forward) == len(KINDS) and same(forward, expected[number]), (
+                f"forward of phase {number}"
+            )
         assert not expected[1] and not expected[4] and not expected[5]
         assert same(replay, [first[number] for number in again])
         assert same(replay_of_third, [third[number] for number in again])
         assert same(replay_of_second, [second[number] for number in again])
 
 
-def masks_on_a_grid(tensor: int, sequence: bool, attention: str) -> tuple[int, int, list[Tensor], list[Tensor]]:
+def masks_on_a_grid(
+    tensor: int, sequence: bool, attention: str
+) -> tuple[int, int, list[Tensor], list[Tensor]]:
     topology = grid(tensor, sequence)
     forward, replay, *_ = drawn_by("full", tensor, sequence, attention)
     return topology.tensor_rank, topology.data_rank, forward, replay
@@ -243,10 +284,13 @@ ON_A_GRID = list(product(["eager", "sdpa"], [2, 4], [False, True]))
 
 
 @pytest.mark.parametrize(
-    ("attention", "tensor", "sequence"), in_tiers(ON_A_GRID, [("sdpa", 2, False), ("eager", 2, True)])
+    ("attention", "tensor", "sequence"),
+    in_tiers(ON_A_GRID, [("sdpa", 2, False), ("eager", 2, True)]),
 )
 def test_masks_over_a_grid(ranks: Pools, attention: str, tensor: int, sequence: bool) -> None:
-    """In forward and replay only TP ranks share masks, those of whole tensors: residual dropout without SP."""
+    """In forward and replay only TP ranks share masks, those of whole tensors: residual dropout
+    without SP.
+    """
     found = {
         (t, d): (forward, replay)
         for t, d, forward, replay in ranks(4).run(masks_on_a_grid, tensor, sequence, attention)
@@ -274,7 +318,11 @@ def shares_kept(attention: str) -> dict[str, float]:
 def test_each_dropout_has_its_own_probability(ranks: Pools, attention: str) -> None:
     for found in ranks(2).run(shares_kept, attention):
         # At least 4096 elements each: 0.03 are four standard deviations.
-        expected = {"embedding": 1 - EMBEDDING, "residual": 1 - RESIDUAL, "attention": 1 - ATTENTION}
+        expected = {
+            "embedding": 1 - EMBEDDING,
+            "residual": 1 - RESIDUAL,
+            "attention": 1 - ATTENTION,
+        }
         assert found == pytest.approx(expected, abs=0.03)
 
 
@@ -283,10 +331,16 @@ def masks_of_steps(stage: int, policy: str) -> list[Tensor]:
     from zero_tp.engine.engine import TrainingEngine
 
     mode, activations, _ = POLICIES[policy]
-    settings = deepspeed_settings(stage, micro_batch=BATCH, accumulation=2, activation_checkpointing=activations)
+    settings = deepspeed_settings(
+        stage, micro_batch=BATCH, accumulation=2, activation_checkpointing=activations
+    )
     recompute = RecomputePolicy(**mode)
-    engine = TrainingEngine.from_dict(config_of("eager"), grid(2, True), settings, seed=11, recompute=recompute)
-    tokens = torch.ones(BATCH, LENGTH, dtype=torch.long)  # the same everywhere: only the streams tell masks apart
+    engine = TrainingEngine.from_dict(
+        config_of("eager"), grid(2, True), settings, seed=11, recompute=recompute
+    )
+    tokens = torch.ones(
+        BATCH, LENGTH, dtype=torch.long
+    )  # the same everywhere: only the streams tell masks apart
     with Masks() as masks:
         for _ in range(2):
             engine.train_step([(tokens, tokens)] * 2)

@@ -1,4 +1,6 @@
-"""Files of a checkpoint: safetensors reads what was written, and the hash is that of the file's parts."""
+"""Files of a checkpoint: safetensors reads what was written, and the hash is that of the file's
+parts.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
 
 
 def entries_of(tensors: dict[str, Tensor]) -> list[Entry]:
-    return [Entry(name, tuple(tensor.shape), tensor.dtype, tensor.clone) for name, tensor in tensors.items()]
+    return [
+        Entry(name, tuple(tensor.shape), tensor.dtype, tensor.clone)
+        for name, tensor in tensors.items()
+    ]
 
 
 @pytest.mark.parametrize("part", [64, 1000, 8192, 2**20])
@@ -36,7 +41,9 @@ def test_safetensors_reads_what_was_written(
     written = write_tensors(tmp_path / "file", entries_of(tensors), {"starts": "{}"})
     content = (tmp_path / "file").read_bytes()
     assert written.size == len(content)
-    digests = [hashlib.sha256(content[at : at + part]).digest() for at in range(0, len(content), part)]
+    digests = [
+        hashlib.sha256(content[at : at + part]).digest() for at in range(0, len(content), part)
+    ]
     assert written.sha256 == hashlib.sha256(b"".join(digests)).hexdigest()
     assert hash_file(tmp_path / "file") == written
     with safe_open(tmp_path / "file", framework="pt") as file:

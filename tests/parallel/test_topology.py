@@ -34,7 +34,11 @@ REVIEWED = {
     # Older names, read only if the tensor_model ones are missing.
     *(f"get_slice_parallel_{what}" for what in MEMBERS),
     # Pipeline parallelism: behind hasattr, world size 1 without them.
-    *(f"get_{pipe}_parallel_{what}" for pipe in ("pipe", "pipeline_model") for what in ("group", "world_size")),
+    *(
+        f"get_{pipe}_parallel_{what}"
+        for pipe in ("pipe", "pipeline_model")
+        for what in ("group", "world_size")
+    ),
     # AutoTP replaces the mpu by DeepSpeed's own module before it calls these two.
     *("_init_tp_mesh_device", "get_tensor_model_parallel_src_rank"),
     # Only mixture-of-experts groups read the list of ranks.
@@ -51,18 +55,31 @@ def test_groups(tensor: int, data: int) -> None:
     ranks = grid(tensor, data)
     world = tensor * data
     for rank, topology in enumerate(ranks):
-        assert (topology.world, topology.rank, topology.tensor, topology.data) == (world, rank, tensor, data)
+        assert (topology.world, topology.rank, topology.tensor, topology.data) == (
+            world,
+            rank,
+            tensor,
+            data,
+        )
         mine = [members for members in topology.tensor_members() if rank in members]
         # t consecutive ranks, starting at a multiple of t; the place in the group is the TP rank.
         start = rank - rank % tensor
         assert mine == [list(range(start, start + tensor))]
-        assert mine[0].index(rank) == topology.get_tensor_model_parallel_rank() == topology.get_model_parallel_rank()
+        assert (
+            mine[0].index(rank)
+            == topology.get_tensor_model_parallel_rank()
+            == topology.get_model_parallel_rank()
+        )
         across = [members for members in topology.data_members() if rank in members]
         assert len(across) == 1
         assert across[0].index(rank) == topology.get_data_parallel_rank()
         assert {ranks[other].tensor_rank for other in across[0]} == {topology.tensor_rank}
         assert len(across[0]) == topology.get_data_parallel_world_size() == data
-        assert topology.get_model_parallel_world_size() == topology.get_tensor_model_parallel_world_size() == tensor
+        assert (
+            topology.get_model_parallel_world_size()
+            == topology.get_tensor_model_parallel_world_size()
+            == tensor
+        )
         assert topology.get_model_parallel_group() is None
         assert topology.sequence == (tensor > 1), "SP needs TP"
         assert topology.describe() == f"TP {tensor} × DP {data}" + (", SP" if tensor > 1 else "")
@@ -72,11 +89,17 @@ def test_groups(tensor: int, data: int) -> None:
 
 
 @pytest.mark.parametrize("splits", [True, False])
-@pytest.mark.parametrize(("tensor", "kinds"), [(1, ["tensor"]), (8, ["tensor", "data"]), (512, ["data"])])
+@pytest.mark.parametrize(
+    ("tensor", "kinds"), [(1, ["tensor"]), (8, ["tensor", "data"]), (512, ["data"])]
+)
 def test_groups_of_512_ranks(tensor: int, kinds: list[str], splits: bool) -> None:
-    """NCCL creates all groups of a kind in one call, gloo one by one; no group is created for the whole world."""
+    """NCCL creates all groups of a kind in one call, gloo one by one; no group is created for
+    the whole world.
+    """
     rank, calls = 11, list[list[list[int]]]()
-    world = SimpleNamespace(supports_splitting=splits, bound_device_id=torch.device("cuda:3") if splits else None)
+    world = SimpleNamespace(
+        supports_splitting=splits, bound_device_id=torch.device("cuda:3") if splits else None
+    )
     world._get_backend = lambda _: world
 
     def split_group(*, split_ranks: list[list[int]], timeout: object) -> object:
@@ -87,7 +110,11 @@ def test_groups_of_512_ranks(tensor: int, kinds: list[str], splits: bool) -> Non
         calls.append([members])
         return tuple(members) if rank in members else dist.GroupMember.NON_GROUP_MEMBER
 
-    functions: dict[str, Any] = {"split_group": split_group, "new_group": new_group, "is_initialized": lambda: True}
+    functions: dict[str, Any] = {
+        "split_group": split_group,
+        "new_group": new_group,
+        "is_initialized": lambda: True,
+    }
     with (
         mock.patch.multiple(dist, **functions, get_world_size=lambda: 512, get_rank=lambda: rank),
         mock.patch.object(dist.distributed_c10d, "_get_default_group", lambda: world),
@@ -135,18 +162,23 @@ def test_the_mpu_has_what_deepspeed_needs_and_nothing_forbidden() -> None:
     topology = Topology(2, True, world=4, rank=3)
     public = {name for name in dir(topology) if not name.startswith("__")}
     assert {name for name in public if name.startswith("get_")} == PROVIDED
-    assert not [name for name in public if "sequence_parallel" in name or name.startswith("get_sequence")]
+    assert not [
+        name for name in public if "sequence_parallel" in name or name.startswith("get_sequence")
+    ]
     assert not public & REVIEWED
 
 
 def test_deepspeed_asks_its_mpu_for_nothing_new() -> None:
-    """A new name in DeepSpeed's source has to be reviewed: a missing method can mean world size 1 without an error."""
+    """A new name in DeepSpeed's source has to be reviewed: a missing method can mean world size
+    1 without an error.
+    """
     spec = importlib.util.find_spec("deepspeed")
     assert spec is not None and spec.origin is not None
     root = Path(spec.origin).parent
     runtime = root / "runtime"
     files = [
-        runtime / name for name in ("engine.py", "config.py", "utils.py", "bf16_optimizer.py", "base_optimizer.py")
+        runtime / name
+        for name in ("engine.py", "config.py", "utils.py", "bf16_optimizer.py", "base_optimizer.py")
     ]
     files += [root / "utils" / name for name in ("bwc.py", "groups.py")]
     files += sorted((runtime / "zero").glob("*.py")) + sorted((runtime / "fp16").glob("*.py"))
@@ -155,6 +187,8 @@ def test_deepspeed_asks_its_mpu_for_nothing_new() -> None:
         source = file.read_text()
         used_names |= set(re.findall(r"\bmpu\.(\w+)", source))
         used_names |= set(re.findall(r"(?:has|get)attr\((?:self\.)?mpu,\s*['\"](\w+)['\"]", source))
-    used_names -= {"initialize_sequence_parallel"}  # a Megatron module's way of saying that it is Ulysses
+    used_names -= {
+        "initialize_sequence_parallel"
+    }  # a Megatron module's way of saying that it is Ulysses
     assert used_names - PROVIDED == REVIEWED
     assert used_names >= PROVIDED - {"get_tensor_model_parallel_group"}

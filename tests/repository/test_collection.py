@@ -1,4 +1,6 @@
-"""Every process collects the same tests: pytest-xdist's workers have to, and a failed test is run again by its id."""
+"""Every process collects the same tests: pytest-xdist's workers have to, and a failed test is
+run again by its id.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,16 @@ def test_another_process_later_collects_the_same(request: pytest.FixtureRequest)
     here = request.session.stash[COLLECTED]
     other_seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     # -m and -k: the session may have selected, which happens after the collection that is compared.
-    words = ["--collect-only", "-q", "-m", "", "-p", "no:cacheprovider", "--rootdir", str(config.rootpath)]
+    words = [
+        "--collect-only",
+        "-q",
+        "-m",
+        "",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(config.rootpath),
+    ]
     variables = {"PYTHONHASHSEED": other_seed, "PYTEST_ADDOPTS": ""}
     command = [sys.executable, "-m", "pytest", *words, *config.args]
     done = run(command, config.invocation_params.dir, limit=600, variables=variables)

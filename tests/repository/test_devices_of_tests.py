@@ -1,4 +1,6 @@
-"""The tests see CUDA devices only where `-m` selects those that need them, and so does all that they start."""
+"""The tests see CUDA devices only where `-m` selects those that need them, and so does all that
+they start.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_ranks_see_no_device(ranks: Pools) -> None:
 @THOROUGH
 def test_ranks_of_tests_on_a_host_with_devices_see_none() -> None:
     """With workers of xdist between, too."""
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    outside = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")
+    }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "1"]
     done = subprocess.run(
         [*command, f"{Path(__file__)}::{test_ranks_see_no_device.__name__}"],

@@ -35,7 +35,11 @@ def test_the_pages_are_short_together() -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: page.name)
 def test_links_lead_to_files_and_headings(page: Path) -> None:
-    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if not link.startswith("http")]
+    links = [
+        link
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+        if not link.startswith("http")
+    ]
     for link in links:
         path, _, section = link.partition("#")
         target = (page.parent / path).resolve() if path else page
@@ -47,4 +51,6 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 def test_the_page_on_the_config_is_current() -> None:
     page = (ROOT / "docs" / GENERATED).read_text(encoding="utf-8")
-    assert page == config_page.page(), "run python -m tests.tools.config_page --write docs/config.md"
+    assert page == config_page.page(), (
+        "run python -m tests.tools.config_page --write docs/config.md"
+    )

@@ -1,4 +1,6 @@
-"""The library's shelves have an order: each imports only those above it, inside functions too, without a circle."""
+"""The library's shelves have an order: each imports only those above it, inside functions too,
+without a circle.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,15 @@ def shelf(module: str) -> str:
 
 @cache
 def imports(*, types: bool = True) -> dict[str, frozenset[str]]:
-    """Every module of the library → the modules of the library that it imports, anywhere in its file.
+    """Every module of the library → the modules of the library that it imports, anywhere in its
+    file.
 
     Args:
         types: those that only a type checker imports, too.
     """
-    files = {path.relative_to(ROOT).with_suffix(""): path for path in (ROOT / "zero_tp").rglob("*.py")}
+    files = {
+        path.relative_to(ROOT).with_suffix(""): path for path in (ROOT / "zero_tp").rglob("*.py")
+    }
     names = {".".join(path.parts).removesuffix(".__init__"): file for path, file in files.items()}
     del names["zero_tp"]  # the public names, which import their modules on first use
     found = {}
@@ -35,7 +40,9 @@ def imports(*, types: bool = True) -> dict[str, frozenset[str]]:
         targets: set[str] = set()
         tree = ast.parse(file.read_text())
         if not types:
-            tree.body = [node for node in tree.body if not ast.unparse(node).startswith("if TYPE_CHECKING:")]
+            tree.body = [
+                node for node in tree.body if not ast.unparse(node).startswith("if TYPE_CHECKING:")
+            ]
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 targets |= {alias.name for alias in node.names}
@@ -74,15 +81,23 @@ def test_imports_point_to_earlier_shelves_and_tools_do_not_import_each_other() -
 def test_the_library_imports_no_benchmark() -> None:
     """A wheel has none."""
     sources = {path: path.read_text() for path in (ROOT / "zero_tp").rglob("*.py")}
-    assert not [path for path, text in sources.items() if re.search(r"(import|from) benchmarks|\"benchmarks\.", text)]
+    assert not [
+        path
+        for path, text in sources.items()
+        if re.search(r"(import|from) benchmarks|\"benchmarks\.", text)
+    ]
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """In an order that has each module after what it imports; without one, CycleError names the modules of a circle."""
+    """In an order that has each module after what it imports; without one, CycleError names the
+    modules of a circle.
+    """
     order = list(TopologicalSorter(imports()).static_order())
     place = {module: number for number, module in enumerate(order)}
     assert len(order) > 200
-    assert all(place[target] < place[module] for module, targets in imports().items() for target in targets)
+    assert all(
+        place[target] < place[module] for module, targets in imports().items() for target in targets
+    )
 
 
 def test_the_loop_reaches_few_files() -> None:

@@ -1,4 +1,6 @@
-"""The tests' own order: helpers live in tests/support/, and `--fast` reaches every package of the library."""
+"""The tests' own order: helpers live in tests/support/, and `--fast` reaches every package of
+the library.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,13 @@ def fast_tests(folder: Path) -> Iterator[str]:
         for name, value in vars(module).items():
             if not name.startswith("test_") or not isinstance(value, types.FunctionType):
                 continue
-            own = [*(marks if isinstance(marks, list) else [marks]), *getattr(value, "pytestmark", [])]
-            if not any(mark.name in ("thorough", "heavy", "cuda") for mark in own) and is_fast(value):
+            own = [
+                *(marks if isinstance(marks, list) else [marks]),
+                *getattr(value, "pytestmark", []),
+            ]
+            if not any(mark.name in ("thorough", "heavy", "cuda") for mark in own) and is_fast(
+                value
+            ):
                 yield f"{path}::{name}"
 
 

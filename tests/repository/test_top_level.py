@@ -1,4 +1,6 @@
-"""The top level holds what it is known to hold, and each target of the Makefile runs what exists."""
+"""The top level holds what it is known to hold, and each target of the Makefile runs what
+exists.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 
 
 def test_the_top_level_has_nothing_else() -> None:
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    names = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     first = {name.split("/", 1)[0] for name in names.stdout.split("\0") if name}
     assert first == FOLDERS | FILES
 

@@ -1,7 +1,7 @@
 """A step on an accelerator asks nothing of the host, and gives its process group what NCCL takes.
 
-On a simulated accelerator (simulated_steps.py) mixing devices fails by itself; what makes the device and the host
-wait for each other is looked for in every operation.
+On a simulated accelerator (simulated_steps.py) mixing devices fails by itself; what makes the
+device and the host wait for each other is looked for in every operation.
 """
 
 from __future__ import annotations
@@ -57,8 +57,12 @@ FIRST = [
 ]
 
 
-@pytest.mark.parametrize(("model_type", "grid", "recomputed", "documents"), in_tiers(CASES, FIRST, every=5))
-def test_a_micro_batch_waits_for_nothing(model_type: str, grid: str, recomputed: str, documents: bool) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "grid", "recomputed", "documents"), in_tiers(CASES, FIRST, every=5)
+)
+def test_a_micro_batch_waits_for_nothing(
+    model_type: str, grid: str, recomputed: str, documents: bool
+) -> None:
     policy = RecomputePolicy(**RECOMPUTED[recomputed])
     seen = watched(model_type, replace(WORKLOAD, **GRIDS[grid], policy=policy, documents=documents))
     assert not seen.found, list(seen.found)
@@ -94,14 +98,19 @@ PACKED = [(model_type, grid, True) for model_type in MODEL_TYPES for grid in GRI
 PACKED += [(model_type, grid, False) for model_type in WINDOWED for grid in GRIDS]
 
 
-@pytest.mark.parametrize(("model_type", "grid", "documents"), in_tiers(PACKED, [("qwen3", "SP", True)], every=4))
+@pytest.mark.parametrize(
+    ("model_type", "grid", "documents"), in_tiers(PACKED, [("qwen3", "SP", True)], every=4)
+)
 def test_documents_and_windows_make_no_mask(model_type: str, grid: str, documents: bool) -> None:
     """Where `varlen_attn` runs; where it does not, the mask is seen."""
     fields: dict[str, Any] = {"attn_pdrop" if model_type == "gpt2" else "attention_dropout": 0.0}
     if model_type in WINDOWED:
         fields["sliding_window"] = 7
     if model_type in ("qwen2", "qwen3"):
-        fields |= {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
+        fields |= {
+            "use_sliding_window": True,
+            "layer_types": ["full_attention", "sliding_attention"],
+        }
     workload = replace(WORKLOAD, length=40, **GRIDS[grid], policy=FULL, documents=documents)
     seen = watched(model_type, workload, **fields)
     assert not seen.found, list(seen.found)
@@ -114,9 +123,13 @@ def test_documents_and_windows_make_no_mask(model_type: str, grid: str, document
 STEPS = [(model_type, grid) for model_type in (*MODEL_TYPES, *ENCODERS) for grid in GRIDS]
 
 
-@pytest.mark.parametrize(("model_type", "grid"), in_tiers(STEPS, [("llama", "SP"), ("bert", "TP 2")], every=4))
+@pytest.mark.parametrize(
+    ("model_type", "grid"), in_tiers(STEPS, [("llama", "SP"), ("bert", "TP 2")], every=4)
+)
 def test_our_part_of_a_step_waits_for_nothing(model_type: str, grid: str) -> None:
-    """Counting labels, sums over micro-batches, the loss over DP, figures, the norm: none is read."""
+    """Counting labels, sums over micro-batches, the loss over DP, figures, the norm: none is
+    read.
+    """
     seen = watched_step(model_type, replace(WORKLOAD, **GRIDS[grid]))
     assert not seen.found, list(seen.found)
     assert seen.collectives >= 3, "labels and loss over DP, signals"
@@ -126,21 +139,41 @@ ROTATION, ALL_REDUCE = (transformer, "compute_cos_sin"), (collectives, "start_al
 MISTAKES: list[tuple[tuple[Any, str], Callable[..., object], str]] = [
     (ROTATION, lambda _, positions, *__: bool(positions[0, 0] >= 0), "reads a value"),
     (ROTATION, lambda _, positions, *__: positions.cpu(), "between host and device"),
-    (ROTATION, lambda _, positions, *__: positions + torch.ones(positions.shape[1]), "between host and device"),
-    (ROTATION, lambda _, positions, *__: positions.float().cumsum(1), "cumsum adds in no fixed order"),
+    (
+        ROTATION,
+        lambda _, positions, *__: positions + torch.ones(positions.shape[1]),
+        "between host and device",
+    ),
+    (
+        ROTATION,
+        lambda _, positions, *__: positions.float().cumsum(1),
+        "cumsum adds in no fixed order",
+    ),
     (ROTATION, lambda _, positions, *__: positions[positions >= 0], "waits for a shape"),
-    (ALL_REDUCE, lambda tensor, group: dist.all_reduce(tensor.new_empty(4, 3).t(), group=group), "not contiguous"),
-    (ALL_REDUCE, lambda _, group: dist.all_reduce(torch.empty(4), group=group), "of a tensor on the host"),
     (
         ALL_REDUCE,
-        lambda tensor, group: dist.all_gather_single(tensor.new_empty(8).float(), tensor.new_empty(4), group=group),
+        lambda tensor, group: dist.all_reduce(tensor.new_empty(4, 3).t(), group=group),
+        "not contiguous",
+    ),
+    (
+        ALL_REDUCE,
+        lambda _, group: dist.all_reduce(torch.empty(4), group=group),
+        "of a tensor on the host",
+    ),
+    (
+        ALL_REDUCE,
+        lambda tensor, group: dist.all_gather_single(
+            tensor.new_empty(8).float(), tensor.new_empty(4), group=group
+        ),
         "of two dtypes",
     ),
 ]
 
 
 @pytest.mark.parametrize(("place", "mistake", "words"), MISTAKES)
-def test_what_waits_is_seen(place: tuple[Any, str], mistake: Callable[..., object], words: str) -> None:
+def test_what_waits_is_seen(
+    place: tuple[Any, str], mistake: Callable[..., object], words: str
+) -> None:
     """A mistake in the model's code."""
     original = getattr(*place)
 
@@ -166,7 +199,9 @@ def found_by(watch: Callable[[], Watching]) -> list[str]:
 
 
 class ForwardOnly:
-    """This has the place of transformers' Trainer: its loss is the model's, and the calls of it are noted."""
+    """This has the place of transformers' Trainer: its loss is the model's, and the calls of it
+    are noted.
+    """
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -178,7 +213,9 @@ class ForwardOnly:
 
 
 class StubTrainer(TensorParallel, ForwardOnly):  # type: ignore[misc]
-    """A Trainer on TP ranks that has a model and a topology, and notes when the host waits for a comparison."""
+    """A Trainer on TP ranks that has a model and a topology, and notes when the host waits for a
+    comparison.
+    """
 
     def __init__(self, engine: TrainingEngine, events: list[str]) -> None:
         ForwardOnly.__init__(self, events)
@@ -186,7 +223,9 @@ class StubTrainer(TensorParallel, ForwardOnly):  # type: ignore[misc]
         self.args = SimpleNamespace(device=engine.device)
 
     def run_micro_batches(self, count: int) -> None:
-        """Compute losses. The comparison's result has no value on fake tensors: the ranks have the same samples."""
+        """Compute losses. The comparison's result has no value on fake tensors: the ranks have
+        the same samples.
+        """
         tokens = torch.zeros(2, 8, dtype=torch.long, device=self.args.device)
 
         def read(result: HostCopy) -> bool:
@@ -203,7 +242,13 @@ def samples_compared(engine: TrainingEngine) -> object:
     tokens = torch.zeros(2, 8, dtype=torch.long, device=engine.device)
     for _ in range(2):
         SampleComparison({"input_ids": tokens}, engine.topology)
-    return count_labels([{"labels": tokens}] * 2, engine.topology, engine.device, shifted=True, over_data_parallel=True)
+    return count_labels(
+        [{"labels": tokens}] * 2,
+        engine.topology,
+        engine.device,
+        shifted=True,
+        over_data_parallel=True,
+    )
 
 
 def test_comparing_and_counting_samples_starts_without_a_wait() -> None:
@@ -219,7 +264,9 @@ def test_a_trainer_waits_once_a_micro_batch_after_its_forward(tensor: int) -> No
 
     def losses(engine: TrainingEngine) -> object:
         trainer = StubTrainer(engine, events)
-        with mock.patch.object(simulated_accelerator._Stream, "synchronize", lambda _: events.append("wait")):
+        with mock.patch.object(
+            simulated_accelerator._Stream, "synchronize", lambda _: events.append("wait")
+        ):
             trainer.run_micro_batches(2)
         return None
 
@@ -231,7 +278,9 @@ def test_a_trainer_waits_once_a_micro_batch_after_its_forward(tensor: int) -> No
 def copied_for_a_save(engine: TrainingEngine) -> object:
     weight = next(engine.model.parameters())
     copied = _copy_to_host(Entry("weight", tuple(weight.shape), weight.dtype, lambda: weight))
-    with mock.patch.object(simulated_accelerator._Stream, "synchronize", lambda _: None):  # the writing thread's
+    with mock.patch.object(
+        simulated_accelerator._Stream, "synchronize", lambda _: None
+    ):  # the writing thread's
         assert copied.read().device.type == "cpu"
     return None
 
@@ -245,9 +294,14 @@ def replicas_compared(engine: TrainingEngine) -> object:
 
 @pytest.mark.parametrize(
     ("does", "found"),
-    [(copied_for_a_save, []), (replicas_compared, ["_to_copy between host and device, for which both wait"])],
+    [
+        (copied_for_a_save, []),
+        (replicas_compared, ["_to_copy between host and device, for which both wait"]),
+    ],
 )
-def test_a_background_save_copies_and_replicas_are_compared_on_the_device(does: Does, found: list[str]) -> None:
+def test_a_background_save_copies_and_replicas_are_compared_on_the_device(
+    does: Does, found: list[str]
+) -> None:
     assert list(watched_step("llama", WORKLOAD, does).found) == found
 
 

@@ -1,7 +1,8 @@
-"""Runs on packed documents against the plain run on each document by itself, whatever the micro-batch.
+"""Runs on packed documents against the plain run on each document by itself, whatever the
+micro-batch.
 
-Documents are so short and so unequal that micro-batches predict different numbers of tokens, and some none at all: a
-mean of their means would train another model.
+Documents are so short and so unequal that micro-batches predict different numbers of tokens, and
+some none at all: a mean of their means would train another model.
 """
 
 from __future__ import annotations
@@ -33,14 +34,17 @@ from zero_tp.data.samples import PackedSamples
 
 
 def write_documents(prefix: Path, seed: int, vocabulary: int) -> None:
-    """Documents of 1 to 60 tokens, most of them short, and a stretch of single tokens that holds 8 whole windows.
+    """Documents of 1 to 60 tokens, most of them short, and a stretch of single tokens that holds 8
+    whole windows.
 
     A run sees three of four windows: it misses all of those once in 100,000 seeds.
     """
     generator = torch.Generator().manual_seed(seed)
     lengths = [int(60 ** float(torch.rand((), generator=generator))) for _ in range(200)]
     lengths[100:100] = [1] * (9 * SEQUENCE)
-    documents = (torch.randint(vocabulary, (length,), generator=generator).numpy() for length in lengths)
+    documents = (
+        torch.randint(vocabulary, (length,), generator=generator).numpy() for length in lengths
+    )
     write_corpus(prefix, documents, vocabulary)
 
 
@@ -51,7 +55,9 @@ def numbers_of(corpus: IndexedCorpus) -> Tensor:
 
 
 class Apart:
-    """The losses of a step: every piece of a document by itself, over the tokens predicted in the whole batch."""
+    """The losses of a step: every piece of a document by itself, over the tokens predicted in
+    the whole batch.
+    """
 
     def __init__(self, prefix: str, sequence_length: int, seed: int, global_batch: int):
         self.corpus, self.size = IndexedCorpus(prefix), global_batch
@@ -64,7 +70,9 @@ class Apart:
         s, found = self.samples.sequence_length, []
         for k in range(step * self.size, (step + 1) * self.size):
             start = int(self.samples.locate(np.array([k]))[2][0]) * s
-            found.append((torch.from_numpy(self.samples[k])[None], self.numbers[None, start : start + s + 1]))
+            found.append(
+                (torch.from_numpy(self.samples[k])[None], self.numbers[None, start : start + s + 1])
+            )
         return found
 
     def __call__(self, model: Any, step: int) -> Iterator[Tensor]:
@@ -96,10 +104,17 @@ def apart(run_seed: int, tmp_path_factory: pytest.TempPathFactory) -> Apart:
     ids=[1, 2, 4, 6],
 )
 def test_a_run_on_packed_documents_trains_the_plain_model(
-    ranks: Pools, run_seed: int, tmp_path: Path, apart: Apart, micro_batch: int, settings: tuple[str, ...]
+    ranks: Pools,
+    run_seed: int,
+    tmp_path: Path,
+    apart: Apart,
+    micro_batch: int,
+    settings: tuple[str, ...],
 ) -> None:
     config = config_of((*settings, "no offload", "× 1", "fp32"), run_seed)
-    config["gradient_accumulation_steps"] = GLOBAL_BATCH * int(settings[0][3:]) // WORLD // micro_batch
+    config["gradient_accumulation_steps"] = (
+        GLOBAL_BATCH * int(settings[0][3:]) // WORLD // micro_batch
+    )
     config["zero_tp"]["data"] |= {"train": apart.corpus.prefix, "document_attention": "reset"}
     path = tmp_path / "run.json"
     path.write_text(json.dumps(config))
@@ -117,21 +132,29 @@ def test_micro_batches_of_these_runs_predict_different_numbers(apart: Apart) -> 
 
 @THOROUGH
 def test_the_losses_that_a_run_logs(workplace: Path) -> None:
-    """launch/pretrain.py at almost no learning rate: training and validation losses of the first weights."""
+    """launch/pretrain.py at almost no learning rate: training and validation losses of the first
+    weights.
+    """
     settings = {
         "zero_tp.data.document_attention": "reset",
         "zero_tp.training.steps": "2",
         "zero_tp.evaluation.interval": "1",
         "optimizer.params.lr": "1e-30",
-        **dict.fromkeys((f"zero_tp.model.{name}_pdrop" for name in ("embd", "resid", "attn")), "0.0"),
+        **dict.fromkeys(
+            (f"zero_tp.model.{name}_pdrop" for name in ("embd", "resid", "attn")), "0.0"
+        ),
     }
     changes = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    done = pretrain(4, workplace, "--deepspeed_config", "small.json", "--output-dir", "documents", *changes)
+    done = pretrain(
+        4, workplace, "--deepspeed_config", "small.json", "--output-dir", "documents", *changes
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     run = workplace / "documents"
     block = json.loads((run / "config.json").read_text())["zero_tp"]
     length, batch = block["data"]["sequence_length"], 8
-    config = gpt2_config(**{name: value for name, value in block["model"].items() if name != "model_type"})
+    config = gpt2_config(
+        **{name: value for name, value in block["model"].items() if name != "model_type"}
+    )
     model = GPT2LMHeadModel(config).eval()
     draw_weights(model, config, block["training"]["seed"])
 
@@ -139,7 +162,9 @@ def test_the_losses_that_a_run_logs(workplace: Path) -> None:
     trained = Apart(str(workplace / "data" / "train"), length, block["training"]["seed"], batch)
     with torch.no_grad():
         expected = [sum(loss.item() for loss in trained(model, step)) for step in range(2)]
-    assert [record["loss"] for record in records if "loss" in record] == pytest.approx(expected, rel=1e-5)
+    assert [record["loss"] for record in records if "loss" in record] == pytest.approx(
+        expected, rel=1e-5
+    )
 
     corpus = IndexedCorpus(workplace / "data" / "validation")
     windows, scored = -(-(corpus.tokens - 1) // length), block["evaluation"]["batches"] * batch
@@ -148,7 +173,9 @@ def test_the_losses_that_a_run_logs(workplace: Path) -> None:
         start = place * windows // scored * length
         tokens = torch.from_numpy(corpus.read(start, min(length + 1, corpus.tokens - start)))[None]
         with torch.no_grad():
-            loss, predicted = token_losses_apart(model, tokens, numbers_of(corpus)[None, start : start + length + 1])
+            loss, predicted = token_losses_apart(
+                model, tokens, numbers_of(corpus)[None, start : start + length + 1]
+            )
         total, count = total + loss.item(), count + predicted
     assert windows > scored
     found = [record["validation_loss"] for record in records if "validation_loss" in record]

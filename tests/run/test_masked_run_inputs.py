@@ -19,12 +19,20 @@ from zero_tp.run.config import ConfigError, RunConfig
 from zero_tp.run.run_inputs import RunInputs
 
 BERT = bert_fields(model_type="bert", max_position_embeddings=32, vocab_size=400)
-GPT2: dict[str, Any] = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 400}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_layer": 1,
+    "n_embd": 8,
+    "n_head": 2,
+    "vocab_size": 400,
+}
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared_speeches(tmp_path_factory.mktemp("masked_run"), "wordpiece:400", 6, 4000, validation=1)
+    return prepared_speeches(
+        tmp_path_factory.mktemp("masked_run"), "wordpiece:400", 6, 4000, validation=1
+    )
 
 
 def config_of(
@@ -54,18 +62,27 @@ def test_a_run_has_the_samples_that_its_file_says(tmp_path: Path, corpus: Path) 
     run = run_of(tmp_path, corpus, objective=objective)
     assert isinstance(run.samples, MaskedSamples) and isinstance(run.validation, MaskedValidation)
     masking = run.samples.row_builder.masking
-    assert (masking.probability, masking.max_ngram, run.samples.row_builder.sentence_order) == (0.4, 1, False)
+    assert (masking.probability, masking.max_ngram, run.samples.row_builder.sentence_order) == (
+        0.4,
+        1,
+        False,
+    )
     assert masking.vocabulary.mask == 4 and len(masking.vocabulary.special) == 400
     (batch,) = run.samples.rank_batches(0, 2, 2, 1, 0, 1)
     assert "next_sentence_label" not in batch and batch["input_ids"].shape == (2, 32)
     defaults = run_of(tmp_path, corpus).samples
     assert isinstance(defaults, MaskedSamples) and defaults.row_builder.sentence_order
-    assert (defaults.row_builder.masking.probability, defaults.row_builder.masking.max_ngram) == (0.15, 3)
+    assert (defaults.row_builder.masking.probability, defaults.row_builder.masking.max_ngram) == (
+        0.15,
+        3,
+    )
 
 
 def test_a_corpus_without_its_tokenizer_cannot_be_masked(tmp_path: Path, corpus: Path) -> None:
     alone = write_corpus(tmp_path / "alone", [range(300)], 400)
-    with pytest.raises(UserError, match=r"zero_tp\.tokenizer: the masked objective needs the tokenizer"):
+    with pytest.raises(
+        UserError, match=r"zero_tp\.tokenizer: the masked objective needs the tokenizer"
+    ):
         run_of(tmp_path, corpus, train=alone)
 
 
@@ -76,13 +93,21 @@ def test_a_corpus_without_its_tokenizer_cannot_be_masked(tmp_path: Path, corpus:
         ({"objective": "causal"}, "zero_tp.objective: .*bert is no causal decoder"),
         ({"length": 33}, "zero_tp.data.sequence_length: 33 tokens, but the model has 32 positions"),
         ({"length": 5}, "zero_tp.data.sequence_length: 5 tokens, .* use at least 6"),
-        ({"model": {**BERT, "type_vocab_size": 1}}, "zero_tp.model.type_vocab_size: 1, but .* 2 segments"),
-        ({"objective": {"type": "masked", "mask_probability": 1}}, "zero_tp.objective.mask_probability: 1"),
+        (
+            {"model": {**BERT, "type_vocab_size": 1}},
+            "zero_tp.model.type_vocab_size: 1, but .* 2 segments",
+        ),
+        (
+            {"objective": {"type": "masked", "mask_probability": 1}},
+            "zero_tp.objective.mask_probability: 1",
+        ),
         ({"objective": {"type": "masked", "max_ngram": 0}}, "zero_tp.objective.max_ngram: 0"),
         ({"objective": {"type": "masked", "ngram": 2}}, "zero_tp.objective.ngram: unknown key"),
     ],
 )
-def test_what_does_not_fit_is_one_line(tmp_path: Path, corpus: Path, options: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_is_one_line(
+    tmp_path: Path, corpus: Path, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises((ConfigError, UserError), match=message) as caught:
         run_of(tmp_path, corpus, **options)
     assert "\n" not in str(caught.value)
@@ -92,12 +117,22 @@ def test_a_resumed_run_has_the_same_objective_and_the_same_words(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = run_of(tmp_path, corpus)
-    saved = {"fixed": fixed_settings(before.config), "kinds": ["a", "b"], "corpora": before.corpora, "model": {}}
-    manifest: Any = SimpleNamespace(**json.loads(json.dumps(saved | {"tokenizer_fingerprint": None})))
+    saved = {
+        "fixed": fixed_settings(before.config),
+        "kinds": ["a", "b"],
+        "corpora": before.corpora,
+        "model": {},
+    }
+    manifest: Any = SimpleNamespace(
+        **json.loads(json.dumps(saved | {"tokenizer_fingerprint": None}))
+    )
     check_same_run(tmp_path, manifest, before.config)
     before.check_resumed(tmp_path, manifest)
     other = config_of(tmp_path, corpus, objective={"type": "masked", "max_ngram": 2})
-    with pytest.raises(UserError, match=r"^zero_tp\.objective\.max_ngram: 2, but the run of .* was started with 3; "):
+    with pytest.raises(
+        UserError,
+        match=r"^zero_tp\.objective\.max_ngram: 2, but the run of .* was started with 3; ",
+    ):
         check_same_run(tmp_path, manifest, other)
 
     prepared = json.loads((corpus / "tokenizer" / "tokenizer.json").read_text())
@@ -106,9 +141,15 @@ def test_a_resumed_run_has_the_same_objective_and_the_same_words(
     words["x" + inner[2:] * 3] = words.pop(inner)
     changed = Path(shutil.copytree(corpus / "tokenizer", tmp_path / "tokenizer"))
     (changed / "tokenizer.json").write_text(json.dumps(prepared))
-    with pytest.raises(UserError, match=r"^zero_tp\.data\.train: the tokenizer of .* differs from the tokenizer "):
+    with pytest.raises(
+        UserError, match=r"^zero_tp\.data\.train: the tokenizer of .* differs from the tokenizer "
+    ):
         run_of(tmp_path, corpus, tokenizer=str(changed))
-    monkeypatch.setattr("zero_tp.training.run_inputs.corpus_fingerprint", lambda prefix: None)  # an older corpus
+    monkeypatch.setattr(
+        "zero_tp.training.run_inputs.corpus_fingerprint", lambda prefix: None
+    )  # an older corpus
     after = run_of(tmp_path, corpus, tokenizer=str(changed))
-    with pytest.raises(UserError, match=r"special tokens and words \w+….* special tokens and words \w+…"):
+    with pytest.raises(
+        UserError, match=r"special tokens and words \w+….* special tokens and words \w+…"
+    ):
         after.check_resumed(tmp_path, manifest)

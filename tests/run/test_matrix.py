@@ -1,9 +1,11 @@
-"""The promise: whatever settings the config accepts, the parallel run trains the Hugging Face model.
+"""The promise: whatever settings the config accepts, the parallel run trains the Hugging Face
+model.
 
-Every cell of the covering array (matrix.py) is trained on 4 ranks, with a model of one of the families (families.py),
-and compared with transformers' own class and torch's AdamW in one process (closeness.py): losses and norms of 4 steps,
-every gradient of the first, the norm after clipping, all fp32 weights and both of Adam's moments after the last. `-s`
-shows the cells and how far off each was.
+Every cell of the covering array (matrix.py) is trained on 4 ranks, with a model of one of the
+families (families.py), and compared with transformers' own class and torch's AdamW in one process
+(closeness.py): losses and norms of 4 steps, every gradient of the first, the norm after clipping,
+all fp32 weights and both of Adam's moments after the last. `-s` shows the cells and how far off
+each was.
 """
 
 from __future__ import annotations
@@ -16,7 +18,16 @@ import pytest
 
 from tests.support.closeness import first_decided
 from tests.support.families import EXPERTS
-from tests.support.matrix import FACTORS, WORLD, Cell, chosen_cells, describe, families, first_cells, write_config
+from tests.support.matrix import (
+    FACTORS,
+    WORLD,
+    Cell,
+    chosen_cells,
+    describe,
+    families,
+    first_cells,
+    write_config,
+)
 from tests.support.matrix_distances import distances, micro_batches_of
 from tests.support.parallel_run import train
 from tests.support.pools import Pools, RankError
@@ -30,14 +41,26 @@ TIERS = [
     ("every setting", True, lambda _: THOROUGH),
     ("all pairs", True, lambda _: pytest.mark.heavy),
 ]
-CASES = [pytest.param(*grid, part, experts, marks=marks(grid)) for part, experts, marks in TIERS for grid in GRIDS]
+CASES = [
+    pytest.param(*grid, part, experts, marks=marks(grid))
+    for part, experts, marks in TIERS
+    for grid in GRIDS
+]
 
 
 @pytest.mark.parametrize(("tensor", "sequence", "part", "experts"), CASES)
 def test_all_settings_train_the_plain_model(
-    ranks: Pools, run_seed: int, tmp_path: Path, tensor: str, sequence: str, part: str, experts: bool
+    ranks: Pools,
+    run_seed: int,
+    tmp_path: Path,
+    tensor: str,
+    sequence: str,
+    part: str,
+    experts: bool,
 ) -> None:
-    """The cells that have every setting first, then those that have all pairs, then the rest; with experts, too."""
+    """The cells that have every setting first, then those that have all pairs, then the rest;
+    with experts, too.
+    """
     (cells, pairs), first = chosen_cells(), first_cells()
     parts = {
         "every setting": first,
@@ -69,11 +92,14 @@ def train_and_compare(
     assert not failures, f"{len(failures)} of {len(cells)} cells:\n" + "\n".join(failures)
 
 
-def middle_distances(ranks: Pools, seed: int, folder: Path, cell: Cell, family: str) -> dict[str, float]:
+def middle_distances(
+    ranks: Pools, seed: int, folder: Path, cell: Cell, family: str
+) -> dict[str, float]:
     """The distances of a cell; if a bf16 run is too far, the medians over its model and two more.
 
-    In 16 bit a few tokens of a model can be a large part of all rounding: measured, the biases of one layer were at
-    1.8 times the plain runs' distance with one batch, at 0.8 to 1.3 with four others. A mistake stays with the model.
+    In 16 bit a few tokens of a model can be a large part of all rounding: measured, the biases of
+    one layer were at 1.8 times the plain runs' distance with one batch, at 0.8 to 1.3 with four
+    others. A mistake stays with the model.
     """
     runs: list[dict[str, float]] = []
     if exact := cell[list(FACTORS).index("dtype")] == "fp32":
@@ -83,7 +109,9 @@ def middle_distances(ranks: Pools, seed: int, folder: Path, cell: Cell, family: 
         runs.append(distances(cell, traces, seed + other, family))
         far = runs[-1]
         farthest = max(far, key=lambda name: far[name])
-        print(f"\n{describe(cell, family)}: {farthest} {far[farthest]:.2f} × what is allowed", end="")
+        print(
+            f"\n{describe(cell, family)}: {farthest} {far[farthest]:.2f} × what is allowed", end=""
+        )
         if exact or (other == 0 and all(d <= 1 for d in far.values())):
             break
     names = dict.fromkeys(name for run in runs for name in run)

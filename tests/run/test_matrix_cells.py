@@ -1,4 +1,6 @@
-"""Every cell of the full product of settings is refused with a reason, or all pairs of its settings are proved."""
+"""Every cell of the full product of settings is refused with a reason, or all pairs of its
+settings are proved.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,15 @@ from zero_tp.run.config import RunConfig
 # The only pairs that the config refuses: the message's start, and the settings that it is about.
 REFUSED: dict[str, set[tuple[Setting, Setting]]] = {
     "zero_optimization.offload_optimizer: refused below stage 1": {
-        (("stage", "ZeRO-0"), ("offload", offload)) for offload in ("optimizer offloaded", "all offloaded")
+        (("stage", "ZeRO-0"), ("offload", offload))
+        for offload in ("optimizer offloaded", "all offloaded")
     },
     "zero_optimization.offload_param: refused below stage 3": {
         (("stage", stage), ("offload", "all offloaded")) for stage in ("ZeRO-0", "ZeRO-1", "ZeRO-2")
     },
-    "data_types.grad_accum_dtype: refused at stage 0": {(("stage", "ZeRO-0"), ("dtype", "bf16, fp32 accumulation"))},
+    "data_types.grad_accum_dtype: refused at stage 0": {
+        (("stage", "ZeRO-0"), ("dtype", "bf16, fp32 accumulation"))
+    },
     "zero_tp.recompute.keep_micro_batches: refused from a step's micro-batches on": {
         (("recompute", "full, 1 micro-batch kept"), ("accumulation", "× 1"))
     },
@@ -91,7 +96,9 @@ def test_the_covering_array_has_enough_accepted_cells() -> None:
 
 
 def test_what_does_nothing_is_known() -> None:
-    """SP without TP, and partitioned checkpoints where TP ranks do not hold the same, are accepted and do nothing."""
+    """SP without TP, and partitioned checkpoints where TP ranks do not hold the same, are
+    accepted and do nothing.
+    """
     rest = ("no offload", "× 1", "fp32")
     assert idle(("TP 1", "SP", "ZeRO-1", "none", *rest)) == {("sequence", "SP")}
     assert idle(("TP 2", "SP", "ZeRO-1", "none", *rest)) == set()
@@ -105,8 +112,14 @@ def test_what_does_nothing_is_known() -> None:
 @THOROUGH
 def test_every_family_meets_every_setting(tmp_path: Path) -> None:
     """And the config accepts every family in cells with all pairs of settings."""
-    met = {(setting, family) for cell, family in families().items() for setting in set(settings_of(cell)) - idle(cell)}
-    acting = {setting for cell in covering_array() for setting in set(settings_of(cell)) - idle(cell)}
+    met = {
+        (setting, family)
+        for cell, family in families().items()
+        for setting in set(settings_of(cell)) - idle(cell)
+    }
+    acting = {
+        setting for cell in covering_array() for setting in set(settings_of(cell)) - idle(cell)
+    }
     assert families().keys() == set(covering_array())
     assert met == set(itertools.product(acting, FAMILIES))
     cells, with_all_pairs = chosen_cells()

@@ -76,7 +76,9 @@ DEVICES_BY_NAME: dict[str, tuple[float | None, str | None]] = {
     "NVIDIA GeForce RTX 4090": (165.2, "rtx4090-24gb"),
     "NVIDIA GeForce RTX 4090 Laptop GPU": (None, None),
 }
-"""The name that a device gives itself → its peak [TFLOP/s] in bf16, and the first plan's name of it."""
+"""The name that a device gives itself → its peak [TFLOP/s] in bf16, and the first plan's name of
+it.
+"""
 
 
 def test_a_devices_own_name_finds_its_peak_and_its_plan() -> None:
@@ -88,7 +90,10 @@ def test_a_devices_own_name_finds_its_peak_and_its_plan() -> None:
     assert peak_flops("NVIDIA A100-SXM4-40GB", torch.float32) == 19.5e12
     assert peak_flops("NVIDIA A100-SXM4-40GB", torch.float32, tf32=True) == 156e12
     assert peak_flops("NVIDIA A100-SXM4-40GB", torch.float64) is None
-    assert peak_flops("NVIDIA GeForce GTX 1080", torch.float16) is None and utilisation(1e12, 1.0, 1, None) is None
+    assert (
+        peak_flops("NVIDIA GeForce GTX 1080", torch.float16) is None
+        and utilisation(1e12, 1.0, 1, None) is None
+    )
     assert find_device_spec("") is None and all(device.source for device in DEVICES)
 
 
@@ -105,8 +110,18 @@ def record(
 ) -> tuple[Metrics, RunProgress]:
     """A step's line of metrics.jsonl, and what the console shows besides."""
     progress = RunProgress(tokens=14336, devices=4, elapsed=3725.0, left=changes.pop("left", 90.0))
-    speeds = {"tokens_per_second": changes.pop("tokens", 4096.0), "model_tflops": changes.pop("tflops", 0.0123)}
-    measured = {"loss": 10.5, "learning_rate": 3e-4, "grad_norm": 1.25, "mfu": None, "hfu": None, "memory_gib": 1.5}
+    speeds = {
+        "tokens_per_second": changes.pop("tokens", 4096.0),
+        "model_tflops": changes.pop("tflops", 0.0123),
+    }
+    measured = {
+        "loss": 10.5,
+        "learning_rate": 3e-4,
+        "grad_norm": 1.25,
+        "mfu": None,
+        "hfu": None,
+        "memory_gib": 1.5,
+    }
     return {"step": step, **measured, **speeds, **changes, **figures}, progress
 
 
@@ -129,17 +144,29 @@ def test_lines_stay_below_their_header(line: tuple[Metrics, RunProgress]) -> Non
     header, text = format_step(*line, 100000)
     assert len(text) == len(header)
     edges = [
-        index for index in range(len(header)) if header[index] != " " and header[index + 1 : index + 3] in ("  ", "")
+        index
+        for index in range(len(header))
+        if header[index] != " " and header[index + 1 : index + 3] in ("  ", "")
     ]
     assert len(edges) == 11 + ("MFU" in header) + ("HFU" in header)
-    assert ("MFU" in header, "HFU" in header) == (line[0]["mfu"] is not None, line[0]["hfu"] is not None)
-    assert all(text[edge] != " " and text[edge + 1 : edge + 3] in ("  ", "") for edge in edges), f"\n{header}\n{text}"
+    assert ("MFU" in header, "HFU" in header) == (
+        line[0]["mfu"] is not None,
+        line[0]["hfu"] is not None,
+    )
+    assert all(text[edge] != " " and text[edge + 1 : edge + 3] in ("  ", "") for edge in edges), (
+        f"\n{header}\n{text}"
+    )
 
 
 def test_accuracies_have_columns_and_every_figure_is_in_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = {"masked_loss": 6.0, "masked_accuracy": 0.1234, "sentence_loss": 0.7, "sentence_accuracy": 1.0}
+    figures = {
+        "masked_loss": 6.0,
+        "masked_accuracy": 0.1234,
+        "sentence_loss": 0.7,
+        "sentence_accuracy": 1.0,
+    }
     with RunLog(tmp_path, figures=list(figures)) as log:
         log.log(record(1, loss=6.7, figures=figures))
         log.validation(1, {"loss": 6.5, **figures})
@@ -149,26 +176,55 @@ def test_accuracies_have_columns_and_every_figure_is_in_the_file(
     assert len(line) == len(header)
     assert header.index("masked right") + len("masked right") == line.index("12.3%") + len("12.3%")
     assert validation == (
-        "validation at step 1: loss 6.5000, masked loss 6.0000, masked accuracy 12.3%, sentence loss 0.7000, "
+        "validation at step 1: loss 6.5000, masked loss 6.0000, masked accuracy 12.3%, sentence "
+        "loss 0.7000, "
         "sentence accuracy 100.0%"
     )
     logged, validated = read(tmp_path / "metrics.jsonl")
     assert logged["loss"] == 6.7 and all(logged[name] == value for name, value in figures.items())
-    assert validated == {"step": 1, "validation_loss": 6.5, **{f"validation_{name}": figures[name] for name in figures}}
+    assert validated == {
+        "step": 1,
+        "validation_loss": 6.5,
+        **{f"validation_{name}": figures[name] for name in figures},
+    }
 
 
 def test_one_line_reads_as_expected() -> None:
     header, text = format_step(*record(mfu=0.415, hfu=0.553), 2000)
     assert header.replace("grad norm", "grad-norm").replace("peak GiB", "peak-GiB").split() == [
-        "step", "loss", "lr", "grad-norm", "tokens", "tok/s/dev", "tok/s", "TFLOP/s/dev", "MFU", "HFU", "peak-GiB",
-        "elapsed", "left",
-    ]  # fmt: skip
+        "step",
+        "loss",
+        "lr",
+        "grad-norm",
+        "tokens",
+        "tok/s/dev",
+        "tok/s",
+        "TFLOP/s/dev",
+        "MFU",
+        "HFU",
+        "peak-GiB",
+        "elapsed",
+        "left",
+    ]
     assert text.split() == [
-        "7/2000", "10.5000", "3.00e-04", "1.2500", "14.3k", "1024", "4096", "0.0123", "41.5%", "55.3%", "1.50",
-        "1:02:05", "01:30",
-    ]  # fmt: skip
+        "7/2000",
+        "10.5000",
+        "3.00e-04",
+        "1.2500",
+        "14.3k",
+        "1024",
+        "4096",
+        "0.0123",
+        "41.5%",
+        "55.3%",
+        "1.50",
+        "1:02:05",
+        "01:30",
+    ]
     assert format_step(*record(loss=0.001), 2000)[1].split()[1] == "1.00e-03"
-    assert "HFU" not in format_step(*record(mfu=0.415, hfu=0.415), 2000)[0], "nothing is computed again"
+    assert "HFU" not in format_step(*record(mfu=0.415, hfu=0.415), 2000)[0], (
+        "nothing is computed again"
+    )
 
 
 def read(path: Path) -> list[dict[str, object]]:
@@ -211,16 +267,22 @@ def test_metrics_file_is_strict_json_and_each_step_stands_once(
     assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_unreadable_lines_are_removed_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_lines_are_removed_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"st\xff"}\n\n[]\n{"step": "2"}\n{"step": 2}\n{"step": 9}\n{"step": 3}')
+    path.write_bytes(
+        b'{"step": 1}\n{"st\xff"}\n\n[]\n{"step": "2"}\n{"step": 2}\n{"step": 9}\n{"step": 3}'
+    )
     with RunLog(tmp_path, step=3):
         pass
     assert read(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
     assert f"{path}: removed 4 unreadable lines\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("create", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/full")])
+@pytest.mark.parametrize(
+    "create", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/full")]
+)
 def test_a_log_that_cannot_be_written_ends_nothing(
     tmp_path: Path, create: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,10 +316,17 @@ def test_a_full_disk_under_standard_output_ends_nothing(
     assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
-def test_a_disk_that_fills_up_costs_whole_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A limit on the size of files stands for the disk: it too takes the first bytes of a line, and then none."""
+def test_a_disk_that_fills_up_costs_whole_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A limit on the size of files stands for the disk: it too takes the first bytes of a line,
+    and then none.
+    """
     path = tmp_path / "metrics.jsonl"
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     try:
         with RunLog(tmp_path) as log:
             log.log(record(1))
@@ -272,11 +341,18 @@ def test_a_disk_that_fills_up_costs_whole_lines(tmp_path: Path, capsys: pytest.C
         signal.signal(signal.SIGXFSZ, handler)
     assert [line["step"] for line in read(path)] == [1, 4]
     err = capsys.readouterr().err
-    assert err.count("could not be written (File too large); training continues") == 1 and "2 writes were lost" in err
+    assert (
+        err.count("could not be written (File too large); training continues") == 1
+        and "2 writes were lost" in err
+    )
 
 
-@pytest.mark.parametrize(("interval", "expected"), [(1, [True] * 6), ("auto", [True, False, True, True, False, True])])
-def test_with_auto_a_line_is_printed_every_few_seconds(interval: int | str, expected: list[bool]) -> None:
+@pytest.mark.parametrize(
+    ("interval", "expected"), [(1, [True] * 6), ("auto", [True, False, True, True, False, True])]
+)
+def test_with_auto_a_line_is_printed_every_few_seconds(
+    interval: int | str, expected: list[bool]
+) -> None:
     """And at once for a step that was skipped, and for the last; metrics.jsonl has every step."""
     seconds, written = 0.0, list[int]()
     logger = StepLogger(clock=lambda: seconds)
@@ -306,7 +382,9 @@ def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not (tmp_path / "run").exists()
 
 
-def test_a_terminal_gets_a_bar_below_the_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_gets_a_bar_below_the_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with RunLog(tmp_path, terminal=True, steps=5, step=2) as log:
         log.logger.bar.update()
         log.log(record(3))

@@ -1,6 +1,8 @@
-"""The parity proof of test_matrix.py on other worlds, and further on: TP 1, 2 and 3 on 2 and 3 ranks.
+"""The parity proof of test_matrix.py on other worlds, and further on: TP 1, 2 and 3 on 2 and 3
+ranks.
 
-After the compared steps ten more follow at the default eps, whose losses agree with the plain model's within 1e-4.
+After the compared steps ten more follow at the default eps, whose losses agree with the plain
+model's within 1e-4.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ PLACES = [(2, 1, False), (2, 2, False), (2, 2, True), (3, 1, False), (3, 3, Fals
 def test_a_parallel_run_trains_the_plain_model(
     ranks: Pools, run_seed: int, tmp_path: Path, world: int, tensor: int, sequence: bool, stage: int
 ) -> None:
-    config = config_of(("TP 1", "no SP", f"ZeRO-{stage}", "none", "no offload", "× 1", "fp32"), run_seed)
+    config = config_of(
+        ("TP 1", "no SP", f"ZeRO-{stage}", "none", "no offload", "× 1", "fp32"), run_seed
+    )
     config["gradient_accumulation_steps"] = 1 + (stage + tensor) % 2
     config["zero_tp"]["parallel"] = {"tensor": tensor, "sequence": sequence}
     path = tmp_path / "run.json"

@@ -1,4 +1,6 @@
-"""A run of the masked objective as a person starts it: prepared, trained, stopped, gone on with elsewhere, exported."""
+"""A run of the masked objective as a person starts it: prepared, trained, stopped, gone on with
+elsewhere, exported.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,18 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 5e-3, "torch_adam": True}},
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {"total_num_steps": "auto", "warmup_num_steps": 2, "warmup_max_lr": 5e-3, "warmup_type": "linear"},
+        "params": {
+            "total_num_steps": "auto",
+            "warmup_num_steps": 2,
+            "warmup_max_lr": 5e-3,
+            "warmup_type": "linear",
+        },
     },
     "zero_optimization": {"stage": 2},
     "zero_tp": {
-        "model": bert_fields(vocab_size=512, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1),
+        "model": bert_fields(
+            vocab_size=512, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1
+        ),
         "objective": "masked",
         "parallel": {"tensor": 2, "sequence": True},
         "data": {"train": "data/train", "validation": "data/validation", "sequence_length": 48},
@@ -42,7 +51,16 @@ CONFIG: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("masked")
-    words = ("--input", str(CORPUS), "--tokenizer", "wordpiece:512", "--split-sentences", "en", "--output", "data")
+    words = (
+        "--input",
+        str(CORPUS),
+        "--tokenizer",
+        "wordpiece:512",
+        "--split-sentences",
+        "en",
+        "--output",
+        "data",
+    )
     prepared = script("launch/prepare_data.py", directory, *words)
     assert prepared.returncode == 0, prepared.stderr
     (directory / "run.json").write_text(json.dumps(CONFIG))
@@ -62,7 +80,9 @@ def scored(model: Any, run: RunInputs, samples: int) -> dict[str, float]:
         ("sentence", output["seq_relationship_logits"], batch["next_sentence_label"]),
     ):
         figures[f"{figure}_loss"] = F.cross_entropy(logits, labels).item()
-        figures[f"{figure}_accuracy"] = (logits.argmax(1) == labels)[labels != -100].float().mean().item()
+        figures[f"{figure}_accuracy"] = (
+            (logits.argmax(1) == labels)[labels != -100].float().mean().item()
+        )
     return {"loss": figures["masked_loss"] + figures["sentence_loss"], **figures}
 
 
@@ -78,19 +98,28 @@ def test_a_run_its_checkpoint_elsewhere_and_its_export(place: Path) -> None:
     trained = [record for record in records if "loss" in record]
     assert [record["step"] for record in trained] == list(range(1, 7))
     for record in trained:
-        assert record["loss"] == pytest.approx(record["masked_loss"] + record["sentence_loss"], rel=1e-6)
+        assert record["loss"] == pytest.approx(
+            record["masked_loss"] + record["sentence_loss"], rel=1e-6
+        )
         assert all(0 <= record[f"{figure}_accuracy"] <= 1 for figure in ("masked", "sentence"))
     assert trained[-1]["masked_loss"] < trained[0]["masked_loss"] - 0.05
     rates = [record["learning_rate"] for record in trained]
     assert rates == pytest.approx([2.5e-3, 5e-3, 3.75e-3, 2.5e-3, 1.25e-3, 0]), "it decays"
 
     # Without TP, on two ranks, under ZeRO-3, two steps more.
-    changes = ("parallel.tensor=1", "parallel.sequence=false", "training.steps=8", "evaluation.interval=8")
+    changes = (
+        "parallel.tensor=1",
+        "parallel.sequence=false",
+        "training.steps=8",
+        "evaluation.interval=8",
+    )
     words = [word for change in changes for word in ("--set", f"zero_tp.{change}")]
     words += ["--set", "zero_optimization.stage=3", "--set", "gradient_accumulation_steps=2"]
     again = pretrain(2, place, "--deepspeed_config", "run.json", *words)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert any(line.startswith("resuming step 6 saved at TP 2 × DP 2") for line in said(again.stdout))
+    assert any(
+        line.startswith("resuming step 6 saved at TP 2 × DP 2") for line in said(again.stdout)
+    )
     records = metrics_of(place / "runs" / "run")
     validated = {record["step"]: record for record in records if "validation_loss" in record}
     assert set(validated) == {6, 8}
@@ -103,20 +132,29 @@ def test_a_run_its_checkpoint_elsewhere_and_its_export(place: Path) -> None:
     overrides = [f"zero_tp.data.{name}={prefix}" for name, prefix in data.items()]
     run = RunInputs(RunConfig.load(place / "run.json", overrides, 4), place / "none")
     expected = scored(model, run, config.global_batch)
-    assert {name: validated[8][f"validation_{name}"] for name in FIGURES} == pytest.approx(expected, rel=1e-4)
+    assert {name: validated[8][f"validation_{name}"] for name in FIGURES} == pytest.approx(
+        expected, rel=1e-4
+    )
     assert AutoTokenizer.from_pretrained(place / "export").mask_token == "[MASK]"
 
 
 @pytest.mark.heavy
 def test_without_sentences_there_is_no_such_head(place: Path) -> None:
     objective = {"type": "masked", "sentence_order": False}
-    words = ("--set", f"zero_tp.objective={json.dumps(objective)}", "--set", "zero_tp.training.steps=3")
+    words = (
+        "--set",
+        f"zero_tp.objective={json.dumps(objective)}",
+        "--set",
+        "zero_tp.training.steps=3",
+    )
     done = pretrain(2, place, "--deepspeed_config", "run.json", "--output-dir", "words", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     record, *_ = [record for record in metrics_of(place / "words") if "loss" in record]
     assert "masked_accuracy" in record and not {"sentence_accuracy", "masked_loss"} & record.keys()
     exported = script("launch/convert.py", place, "to-hf", "words", "--output", "export-words")
     assert exported.returncode == 0, exported.stderr
-    both: Any = MegatronBertForMaskedLM.from_pretrained(place / "export-words", output_loading_info=True)
+    both: Any = MegatronBertForMaskedLM.from_pretrained(
+        place / "export-words", output_loading_info=True
+    )
     loading = both[1]
     assert not loading["missing_keys"] and not loading["unexpected_keys"]

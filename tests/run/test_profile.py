@@ -1,4 +1,6 @@
-"""`--profile-steps` records what a start still trains of its steps, and says where that is nothing."""
+"""`--profile-steps` records what a start still trains of its steps, and says where that is
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from zero_tp.run.profiler import StepProfiler, step_range
 
 
 def profiled(path: str, run: str, steps: tuple[int, int], begin: int, end: int) -> list[list[str]]:
-    """What the profiler prints after each of the steps of a start that begins at `begin`, and at its end."""
+    """What the profiler prints after each of the steps of a start that begins at `begin`, and at
+    its end.
+    """
     profiler, lines, printed = StepProfiler(*steps), list[str](), []
     state = train_state(Path(run), steps=end, step=begin)
     state.engine, _ = build(path)
@@ -32,18 +36,27 @@ def profiled(path: str, run: str, steps: tuple[int, int], begin: int, end: int) 
     return [*printed, lines]
 
 
-def test_a_run_that_is_resumed_between_the_steps_is_recorded_from_there(ranks: Pools, tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_between_the_steps_is_recorded_from_there(
+    ranks: Pools, tmp_path: Path
+) -> None:
     path = str(write_config(tmp_path / "run.json", 1, "fp32", 1))
     begun, (ended,), *after = ranks(1).run(profiled, path, str(tmp_path / "run"), (2, 4), 3, 5)[0]
     assert begun == [] and after == [[], []]
     trace = tmp_path / "run" / "profile" / "steps_3-4.json.gz"
     assert ended == f"profile of steps 3 to 4: {trace}"
-    names = [event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]]
+    names = [
+        event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    ]
     assert "aten::mm" in names and "[memory]" in names
     assert "aten::mm" in (trace.parent / "steps_3-4.txt").read_text()
 
-    late, stopped = (ranks(1).run(profiled, path, str(tmp_path / "none"), (2, 4), n, n)[0] for n in (5, 3))
-    assert late == [["--profile-steps: steps 2 to 4 came before this start; nothing is recorded"], []]
+    late, stopped = (
+        ranks(1).run(profiled, path, str(tmp_path / "none"), (2, 4), n, n)[0] for n in (5, 3)
+    )
+    assert late == [
+        ["--profile-steps: steps 2 to 4 came before this start; nothing is recorded"],
+        [],
+    ]
     assert stopped == [[], ["--profile-steps: the run ended at step 3; no profile was written"]]
     assert not (tmp_path / "none").exists()
 
@@ -51,5 +64,7 @@ def test_a_run_that_is_resumed_between_the_steps_is_recorded_from_there(ranks: P
 def test_steps_that_a_run_does_not_have_are_refused() -> None:
     assert step_range("3:5", 5) == (3, 5)
     for text in ("3:5", "3:2", "0:1", "3"):
-        with pytest.raises(UserError, match=rf"^--profile-steps {text}: write FIRST:LAST, from 1 to .*steps, 4$"):
+        with pytest.raises(
+            UserError, match=rf"^--profile-steps {text}: write FIRST:LAST, from 1 to .*steps, 4$"
+        ):
             step_range(text, 4)

@@ -28,7 +28,9 @@ class NoStreams:
 
 
 def mode() -> tuple[bool, ...]:
-    """Whether deterministic algorithms are on, only warned of, and which back ends attention may take."""
+    """Whether deterministic algorithms are on, only warned of, and which back ends attention may
+    take.
+    """
     cuda = torch.backends.cuda
     return (
         torch.are_deterministic_algorithms_enabled(),
@@ -79,7 +81,10 @@ def test_cublas_gives_the_same_again(value: str | None, monkeypatch: pytest.Monk
     if value is None:
         monkeypatch.delenv(name)
     if value == ":4096:2:16:8":
-        with pytest.raises(UserError, match=f"^{name} is ':4096:2:16:8', with which zero_tp.training.guard_gradients"):
+        with pytest.raises(
+            UserError,
+            match=f"^{name} is ':4096:2:16:8', with which zero_tp.training.guard_gradients",
+        ):
             connect.use_deterministic_cublas()
     else:
         connect.use_deterministic_cublas()
@@ -87,7 +92,9 @@ def test_cublas_gives_the_same_again(value: str | None, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("kind", "guarded"), [("cuda", True), ("cuda", False), ("cpu", True)])
-def test_a_run_sets_the_workspace_before_cuda_begins(kind: str, guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_sets_the_workspace_before_cuda_begins(
+    kind: str, guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first question to the device, whether it has the run's dtype, comes after it."""
     name, values = "CUBLAS_WORKSPACE_CONFIG", []
 
@@ -95,7 +102,9 @@ def test_a_run_sets_the_workspace_before_cuda_begins(kind: str, guarded: bool, m
         values.append(os.environ.get(name))
         raise UserError("no further")
 
-    device = SimpleNamespace(device_name=lambda: kind, is_fp16_supported=asks_device, is_bf16_supported=asks_device)
+    device = SimpleNamespace(
+        device_name=lambda: kind, is_fp16_supported=asks_device, is_bf16_supported=asks_device
+    )
     monkeypatch.setattr(accelerator, "get_accelerator", lambda: device)
     monkeypatch.setenv(name, "")  # and is as before when the test ends
     monkeypatch.delenv(name)

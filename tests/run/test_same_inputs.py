@@ -1,4 +1,6 @@
-"""Ranks that read another config, corpus, tokenizer or task file are refused before the run starts."""
+"""Ranks that read another config, corpus, tokenizer or task file are refused before the run
+starts.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def read_own_inputs(path: str, folders: list[str], last_ranks_change: str = "") 
     with contextlib.chdir(folders[dist.get_rank()]):
         try:
             read = RunInputs(config, Path("RUN"), hash_tokens=dist.get_rank() == 0).fingerprints()
-            require_same_on_all_ranks({f"the ranks do not read the same {what}": it for what, it in read.items()})
+            require_same_on_all_ranks(
+                {f"the ranks do not read the same {what}": it for what, it in read.items()}
+            )
         except UserError as error:
             return str(error)
     return ""
@@ -56,7 +60,10 @@ def full_disk() -> str:
 
 
 def test_a_full_disk_of_rank_zero_ends_every_rank(ranks: Pools) -> None:
-    assert ranks(2).run(full_disk) == ["No space left on device; check its permissions and the free space"] * 2
+    assert (
+        ranks(2).run(full_disk)
+        == ["No space left on device; check its permissions and the free space"] * 2
+    )
 
 
 def reverse_corpus(folder: Path) -> None:
@@ -65,7 +72,10 @@ def reverse_corpus(folder: Path) -> None:
 
 
 DIFFERENCES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "config": (lambda _: None, r"config: zero_tp\.training\.steps: 4 on rank 0 \(.*; 5 on rank 1 \("),
+    "config": (
+        lambda _: None,
+        r"config: zero_tp\.training\.steps: 4 on rank 0 \(.*; 5 on rank 1 \(",
+    ),
     "corpus": (reverse_corpus, r"corpus nowhere/train: SHA-256 .*… on rank 0 \(.*… on rank 1 \("),
     "no tokenizer": (
         lambda folder: shutil.rmtree(folder / "tokenizer"),
@@ -83,18 +93,27 @@ DIFFERENCES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("difference", [None, *DIFFERENCES])
-def test_ranks_agree_on_what_they_read(ranks: Pools, tmp_path: Path, difference: str | None) -> None:
+def test_ranks_agree_on_what_they_read(
+    ranks: Pools, tmp_path: Path, difference: str | None
+) -> None:
     path, one = write_config(tmp_path / "run.json", 1, "fp32", 1), tmp_path / "one" / "nowhere"
     write_corpus(one / "train", [np.arange(3 * SEQUENCE) % VOCABULARY], VOCABULARY)
     tokenizer = Tokenizer(WordLevel({"<end>": 0, "<unknown>": 1}, unk_token="<unknown>"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(one / "tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(
+        one / "tokenizer"
+    )
     (one / "a.txt").write_text("text")
     config = json.loads(path.read_text())
-    config["zero_tp"]["evaluation"] = {"tasks": ["perplexity"], "task_data": {"perplexity": "nowhere/a.txt"}}
+    config["zero_tp"]["evaluation"] = {
+        "tasks": ["perplexity"],
+        "task_data": {"perplexity": "nowhere/a.txt"},
+    }
     path.write_text(json.dumps(config))
     other = Path(shutil.copytree(one.parent, tmp_path / "other"))
     change, words = DIFFERENCES.get(difference or "", (lambda _: None, ""))
     change(other / "nowhere")
     option = "zero_tp.training.steps=5" if difference == "config" else ""
     for error in ranks(2).run(read_own_inputs, str(path), [str(one.parent), str(other)], option):
-        assert re.match(f"the ranks do not read the same {words}", error) if difference else not error, error
+        assert (
+            re.match(f"the ranks do not read the same {words}", error) if difference else not error
+        ), error

@@ -23,4 +23,6 @@ def test_a_rank_of_a_world_that_does_not_exist(rank: int, stage: int) -> None:
     leads = parts.get("save: all others' words, the manifest", {"store": {}})["store"]
     assert leads == ({"check": 16, "get": 16, "delete_key": 16} if rank == 0 else {})
     assert 700_000 < found["manifest_bytes"] < 900_000, "the hashes of 96 GB in parts of 8 MiB"
-    assert f"16, rank {rank}" in table([found]) and "| watch: all positions | 1 check" in asked(found)
+    assert f"16, rank {rank}" in table([found]) and "| watch: all positions | 1 check" in asked(
+        found
+    )

@@ -1,4 +1,6 @@
-"""Wherever a corpus, a tokenizer and a model meet, a page has the same ids and loss, or the meeting is refused."""
+"""Wherever a corpus, a tokenizer and a model meet, a page has the same ids and loss, or the
+meeting is refused.
+"""
 
 from __future__ import annotations
 

@@ -40,26 +40,44 @@ def pretrained(
     settings = ("parallel.tensor=1", "evaluation.interval=null", "data.validation=null", *settings)
     words = [word for setting in settings for word in ("--set", f"zero_tp.{setting}")]
     command = [sys.executable, "-c", RANK, skipped, str(stopped)]
-    return run([*command, "--deepspeed_config", "small.json", "--output-dir", name, *words], workplace)
+    return run(
+        [*command, "--deepspeed_config", "small.json", "--output-dir", name, *words], workplace
+    )
 
 
 @THOROUGH
-def test_the_last_step_and_that_of_a_stop_are_saved_although_they_were_skipped(workplace: Path) -> None:
+def test_the_last_step_and_that_of_a_stop_are_saved_although_they_were_skipped(
+    workplace: Path,
+) -> None:
     settings = ("training.steps=4", "checkpoint.interval=null")
-    for name, skipped, stopped, last in (("last-skipped", "{3, 4}", 0, 4), ("stop-skipped", "{2}", 2, 2)):
+    for name, skipped, stopped, last in (
+        ("last-skipped", "{3, 4}", 0, 4),
+        ("stop-skipped", "{2}", 2, 2),
+    ):
         done = pretrained(workplace, name, skipped, *settings, stopped=stopped)
-        assert done.returncode == 0 and (f"stopped after step {last}" in done.stdout) == bool(stopped), done.stderr
+        assert done.returncode == 0 and (f"stopped after step {last}" in done.stdout) == bool(
+            stopped
+        ), done.stderr
         assert complete_steps(workplace / name) == [last]
     counters = read_manifest(step_directory(workplace / "last-skipped", 4)).progress.counters
     assert (counters["global_steps"], counters["skipped_steps"]) == (4, 2)
-    again = pretrained(workplace, "last-skipped", "{}", "training.steps=5", "checkpoint.interval=null")
+    again = pretrained(
+        workplace, "last-skipped", "{}", "training.steps=5", "checkpoint.interval=null"
+    )
     assert again.returncode == 0 and "resuming step 4" in again.stdout, again.stdout + again.stderr
 
 
 @THOROUGH
 def test_a_save_in_the_background_ends_before_a_run_that_gives_up(workplace: Path) -> None:
-    settings = ("training.steps=20", "checkpoint.interval=2", "checkpoint.async=true", 'training.on_nonfinite="stop"')
+    settings = (
+        "training.steps=20",
+        "checkpoint.interval=2",
+        "checkpoint.async=true",
+        'training.on_nonfinite="stop"',
+    )
     done = pretrained(workplace, "gave-up", "range(3, 99)", *settings)
-    assert done.returncode == 2 and done.stderr.count("error: step 3: ") == 1, done.stdout + done.stderr
+    assert done.returncode == 2 and done.stderr.count("error: step 3: ") == 1, (
+        done.stdout + done.stderr
+    )
     assert "saved gave-up/checkpoints/step_00000002" in done.stdout
     assert complete_steps(workplace / "gave-up") == [2]

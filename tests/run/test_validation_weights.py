@@ -31,16 +31,22 @@ class PlainEngine:
         self.model, self.scored = model, list[int]()
 
     def evaluate(self, batches: list[Any]) -> dict[str, float]:
-        ids, labels = (torch.cat(parts) for parts in zip(*(batch[:2] for batch in batches), strict=True))
+        ids, labels = (
+            torch.cat(parts) for parts in zip(*(batch[:2] for batch in batches), strict=True)
+        )
         self.scored.append(int((labels != IGNORE_INDEX).any(1).sum()))
         with torch.no_grad():
-            return {"loss": cross_entropy(self.model(ids).logits.flatten(0, 1), labels.flatten()).item()}
+            return {
+                "loss": cross_entropy(self.model(ids).logits.flatten(0, 1), labels.flatten()).item()
+            }
 
 
 @pytest.fixture(scope="module")
 def model() -> GPT2LMHeadModel:
     torch.manual_seed(1)
-    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=S, vocab_size=VOCABULARY, initializer_range=0.5)
+    config = GPT2Config(
+        n_layer=1, n_embd=16, n_head=2, n_positions=S, vocab_size=VOCABULARY, initializer_range=0.5
+    )
     return GPT2LMHeadModel(config).eval()
 
 
@@ -52,7 +58,8 @@ def loss_of(model: GPT2LMHeadModel, tokens: np.ndarray) -> float:
         with torch.no_grad():
             logits = model(window[:, :-1]).logits
             losses.append(
-                model.loss_function(logits, None, VOCABULARY, shift_labels=window[:, 1:]) * (window.shape[1] - 1)
+                model.loss_function(logits, None, VOCABULARY, shift_labels=window[:, 1:])
+                * (window.shape[1] - 1)
             )
     return float(sum(losses)) / (len(tokens) - 1)
 
@@ -64,9 +71,12 @@ def test_validation_losses_are_weighted(
     draw = np.random.default_rng(1)
     corpora = [draw.integers(0, VOCABULARY, 3 * S), np.full(40 * S, 3)]
     prefixes = [
-        str(write_corpus(tmp_path / name, [tokens], VOCABULARY)) for name, tokens in zip("ab", corpora, strict=True)
+        str(write_corpus(tmp_path / name, [tokens], VOCABULARY))
+        for name, tokens in zip("ab", corpora, strict=True)
     ]
-    samples = ValidationSamples(dict(zip(prefixes, weights, strict=True)) if weights else prefixes, S)
+    samples = ValidationSamples(
+        dict(zip(prefixes, weights, strict=True)) if weights else prefixes, S
+    )
     losses = [loss_of(model, tokens) for tokens in corpora]
     assert abs(losses[0] - losses[1]) > 0.1
     shares = np.array(weights or (1.0, 1.0)) / sum(weights or (1.0, 1.0))
@@ -75,12 +85,15 @@ def test_validation_losses_are_weighted(
             engine: Any = PlainEngine(model)
             log.state.engine, log.state.inputs.validation = engine, samples
             log.state.inputs.config = SimpleNamespace(
-                zero_tp=SimpleNamespace(evaluation=SimpleNamespace(batches=batches)), global_batch=BATCH, micro_batch=2
+                zero_tp=SimpleNamespace(evaluation=SimpleNamespace(batches=batches)),
+                global_batch=BATCH,
+                micro_batch=2,
             )
             Validation().on_evaluate(log.state)
         logged = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
         if expected is not None:
             assert logged["validation_loss"] == pytest.approx(expected, rel=1e-6)
         assert engine.scored == [
-            min(int(np.rint(batches * BATCH * share)), most) for share, most in zip(shares, (3, 40), strict=True)
+            min(int(np.rint(batches * BATCH * share)), most)
+            for share, most in zip(shares, (3, 40), strict=True)
         ]

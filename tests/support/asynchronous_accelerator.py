@@ -1,8 +1,8 @@
 """A CPU accelerator that claims to be asynchronous, for tests of the real DeepSpeed engine.
 
-Inside `asynchronous()` DeepSpeed takes the code paths of a GPU: streams, events and synchronisations. Each operation
-still runs at once, so the results are those of the plain CPU accelerator. A checker (stream_checker.py) finds what a
-GPU may run in another order.
+Inside `asynchronous()` DeepSpeed takes the code paths of a GPU: streams, events and
+synchronisations. Each operation still runs at once, so the results are those of the plain CPU
+accelerator. A checker (stream_checker.py) finds what a GPU may run in another order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tests.support.stream_checker import RecordingEvent, RecordingStream, Stream
 
 
 class AsynchronousAccelerator(CPU_Accelerator):
-    """The CPU, presented to DeepSpeed as `devices` asynchronous devices; other ordinals are refused.
+    """The CPU, presented to DeepSpeed as `devices` asynchronous devices; other ordinals are
+    refused.
 
     Attributes:
         checker: of streams, events and the host.
@@ -37,7 +38,7 @@ class AsynchronousAccelerator(CPU_Accelerator):
     def is_synchronized_device(self) -> bool:  # which decides the other two
         return False
 
-    # ---- devices -----------------------------------------------------------------------------------------------------
+    # ---- devices ---------------------------------------------------------------------------------
 
     def device_count(self) -> int:
         return self._devices
@@ -56,7 +57,7 @@ class AsynchronousAccelerator(CPU_Accelerator):
         if index is not None and int(index) >= self._devices:
             raise RuntimeError(f"invalid device ordinal {index}: there are {self._devices}")
 
-    # ---- streams -----------------------------------------------------------------------------------------------------
+    # ---- streams ---------------------------------------------------------------------------------
 
     @property
     def Stream(self) -> Callable[..., RecordingStream]:

@@ -1,4 +1,6 @@
-"""Small runs that save and resume: their configs, their batches, and their steps on the ranks of a pool."""
+"""Small runs that save and resume: their configs, their batches, and their steps on the ranks of
+a pool.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,15 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_config(path: Path, stage: int, dtype: str, tensor: int = 2, offload: str = "none", seed: int = 7) -> Path:
+def write_config(
+    path: Path, stage: int, dtype: str, tensor: int = 2, offload: str = "none", seed: int = 7
+) -> Path:
     """A run with dropout on, accumulation and a schedule."""
-    optimizer = {"lr": 1e-2, "weight_decay": 0.1, **({"torch_adam": True} if offload == "none" else {})}
+    optimizer = {
+        "lr": 1e-2,
+        "weight_decay": 0.1,
+        **({"torch_adam": True} if offload == "none" else {}),
+    }
     config = {
         "train_batch_size": BATCH,
         "gradient_accumulation_steps": 2,
@@ -67,7 +75,9 @@ def write_changed(path: Path, **checkpoint: Any) -> Path:
 
 
 def batch_of(step: int) -> Tensor:
-    return torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(step))
+    return torch.randint(
+        0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(step)
+    )
 
 
 def build(path: str | Path) -> tuple[Any, RunConfig]:
@@ -83,7 +93,12 @@ def steps_of(engine: Any, first: int, last: int) -> list[tuple[float, float]]:
     for step in range(first, last + 1):
         own = batch_of(step).chunk(engine.topology.data)[engine.topology.data_rank]
         micro_batches = own.chunk(engine.deepspeed_engine.gradient_accumulation_steps())
-        done.append((engine.train_step([(w[:, :-1], w[:, 1:]) for w in micro_batches]), engine.gradient_norm))
+        done.append(
+            (
+                engine.train_step([(w[:, :-1], w[:, 1:]) for w in micro_batches]),
+                engine.gradient_norm,
+            )
+        )
     return done
 
 
@@ -96,7 +111,9 @@ def masters_of(engine: Any) -> dict[str, Tensor]:
 
 @fp16_supported()
 def train_and_save(path: str, run: str, save_at: list[int], last: int) -> dict[str, Any]:
-    """Train, saving on the way; returns the losses, this rank's masters and the evaluation logits of the last save."""
+    """Train, saving on the way; returns the losses, this rank's masters and the evaluation
+    logits of the last save.
+    """
     from zero_tp.run.checkpoint.save import run_saver
 
     engine, config = build(path)
@@ -123,4 +140,9 @@ def resume_and_train(path: str, run: str, last: int) -> dict[str, Any]:
     start.restore(engine.zero, config.zero_tp.training.seed)
     step = start.step
     scale = None if engine.zero.loss_scale is None else engine.zero.loss_scale.value
-    return {"steps": steps_of(engine, step + 1, last), "masters": masters_of(engine), "from": step, "scale": scale}
+    return {
+        "steps": steps_of(engine, step + 1, last),
+        "masters": masters_of(engine),
+        "from": step,
+        "scale": scale,
+    }

@@ -1,4 +1,6 @@
-"""A checkpoint as a run writes it, made in one process: for tests of what reads one, on any topology."""
+"""A checkpoint as a run writes it, made in one process: for tests of what reads one, on any
+topology.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def write_checkpoint(
         old: record the tokenizer's path as it is, as older versions did.
     """
     model = ZeroTPForCausalLM(config, Topology(tensor, tensor > 1, world=tensor), device="meta")
-    described = {name: ParameterLayout.of(parameter) for name, parameter in model.named_parameters()}
+    described = {
+        name: ParameterLayout.of(parameter) for name, parameter in model.named_parameters()
+    }
     shapes = {name: whole_shape(parameter) for name, parameter in model.named_parameters()}
     temporary, files = directory.begin(run), {}
 
@@ -66,13 +70,17 @@ def write_checkpoint(
             starts, entries = {}, []
             for name, parameter in model.named_parameters():
                 share = -(-parameter.numel() // data)
-                start, stop = (min(parameter.numel(), share * rank) for rank in (data_rank, data_rank + 1))
+                start, stop = (
+                    min(parameter.numel(), share * rank) for rank in (data_rank, data_rank + 1)
+                )
                 if start == stop:
                     continue
                 starts[name] = start
                 for kind in kinds:
                     lazily = partial(read, name, kind, start, stop, tensor_rank)
-                    entries.append(Entry(tensor_name(name, kind), (stop - start,), torch.float32, lazily))
+                    entries.append(
+                        Entry(tensor_name(name, kind), (stop - start,), torch.float32, lazily)
+                    )
             file = states_file(tensor_rank, data_rank)
             files[file] = write_tensors(temporary / file, entries, {STARTS: json.dumps(starts)})
     manifest: dict[str, Any] = {
@@ -85,7 +93,13 @@ def write_checkpoint(
         "generation": GenerationConfig.from_model_config(config).to_dict(),
         "parameters": {name: one.to_json() for name, one in described.items()},
         "kinds": list(kinds),
-        "progress": {"optimizer_steps": 1, "counters": {}, "schedule": None, "learning_rates": [], "loss_scale": {}},
+        "progress": {
+            "optimizer_steps": 1,
+            "counters": {},
+            "schedule": None,
+            "learning_rates": [],
+            "loss_scale": {},
+        },
         "fixed": {},
         "corpora": {},
         **(

@@ -24,19 +24,27 @@ def norm(*tensors: Tensor) -> float:
 
 
 def tolerances(reference: Mapping[str, Tensor], relative: float = RELATIVE) -> dict[str, float]:
-    """The ‖Δ‖ that is allowed for each name: relative·‖reference‖ + 1e-7·(norm of all references)."""
+    """The ‖Δ‖ that is allowed for each name: relative·‖reference‖ + 1e-7·(norm of all
+    references).
+    """
     whole = norm(*reference.values())
     return {name: relative * norm(tensor) + OF_GLOBAL * whole for name, tensor in reference.items()}
 
 
-def check_close(found: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, relative: float = RELATIVE) -> None:
+def check_close(
+    found: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, relative: float = RELATIVE
+) -> None:
     """‖Δ‖ is within `tolerances` for every name, with the same shape."""
     assert found.keys() == reference.keys()
     for name, allowed in tolerances(reference, relative).items():
         actual, expected = found[name], reference[name]
-        assert actual.shape == expected.shape, f"{name}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+        assert actual.shape == expected.shape, (
+            f"{name}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+        )
         difference = norm(actual.double() - expected.double())
-        assert difference <= allowed, f"{name}: ‖Δ‖ {difference:.3g} > {allowed:.3g} (‖reference‖ {norm(expected):.3g})"
+        assert difference <= allowed, (
+            f"{name}: ‖Δ‖ {difference:.3g} > {allowed:.3g} (‖reference‖ {norm(expected):.3g})"
+        )
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,13 @@ class WholeWeights:
     tensors: Mapping[str, Tensor]
 
     def fill(
-        self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
+        self,
+        local: Tensor,
+        name: str,
+        whole: Sequence[int],
+        layout: Layout,
+        init: Init,
+        topology: Topology,
     ) -> None:
         assert self.tensors[name].shape == torch.Size(whole)
         local.copy_(layout.shard(self.tensors[name], topology.tensor_rank, topology.tensor))
@@ -57,7 +71,9 @@ def grid(tensor: int, sequence: bool) -> Topology:
     return cached(("topology", tensor, sequence), lambda: Topology(tensor, sequence))
 
 
-def maker(topology: Topology, dtype: torch.dtype = torch.float32, **tensors: Tensor) -> ParameterMaker:
+def maker(
+    topology: Topology, dtype: torch.dtype = torch.float32, **tensors: Tensor
+) -> ParameterMaker:
     return ParameterMaker(topology, WholeWeights(tensors), dtype)
 
 
@@ -78,7 +94,11 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
 def unshard(local: Tensor, parameter: nn.Parameter, group: Group) -> Tensor:
     """Reassemble a tensor from every rank's shard by the parameter's layout; collective."""
     layout = layout_of(parameter)
-    return layout.unshard(list(all_gather(local.unsqueeze(0), group))) if isinstance(layout, Sharded) else local
+    return (
+        layout.unshard(list(all_gather(local.unsqueeze(0), group)))
+        if isinstance(layout, Sharded)
+        else local
+    )
 
 
 def whole_gradient(parameter: nn.Parameter, group: Group) -> Tensor:

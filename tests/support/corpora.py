@@ -10,7 +10,10 @@ from typing import Any
 
 from zero_tp.data import Prepared, PrepareSettings, prepare
 
-TEXTS = [f"Document {i}: the café at number {i * i}\n\tcosts {i} €. 你好 👋 <|endoftext|> 'tis  so" for i in range(40)]
+TEXTS = [
+    f"Document {i}: the café at number {i * i}\n\tcosts {i} €. 你好 👋 <|endoftext|> 'tis  so"
+    for i in range(40)
+]
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:
@@ -19,7 +22,9 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def run(tmp_path: Path, name: str = "out", texts: list[str] = TEXTS, **settings: object) -> Prepared:
+def run(
+    tmp_path: Path, name: str = "out", texts: list[str] = TEXTS, **settings: object
+) -> Prepared:
     source = write_jsonl(tmp_path / f"{name}.jsonl", texts)
     chosen = PrepareSettings(**({"tokenizer": "bpe:300", "validation": 0.1} | settings))  # type: ignore[arg-type]
     return prepare([source], tmp_path / name, chosen)
@@ -47,11 +52,14 @@ def content_of(output: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(output)): path.read_bytes()
         for path in output.rglob("*")
-        if path.is_file() and (path.suffix in (".bin", ".idx", ".jsonl") or path.parent.name == "tokenizer")
+        if path.is_file()
+        and (path.suffix in (".bin", ".idx", ".jsonl") or path.parent.name == "tokenizer")
     }
 
 
 def output_of(output: Path) -> dict[str, Any]:
     """The content of an output and its report, without times."""
     report = json.loads((output / "report.json").read_text())
-    return content_of(output) | {key: report[key] for key in ("identity", "documents", "splits", "unigram", "files")}
+    return content_of(output) | {
+        key: report[key] for key in ("identity", "documents", "splits", "unigram", "files")
+    }

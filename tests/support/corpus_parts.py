@@ -9,7 +9,12 @@ from zero_tp.tools.corpus.datatrove import CorpusReader, TokenizedCorpus
 
 
 def make_parts(
-    inputs: list[str | Path], parts: Path, tokenizer: str, tasks: int, documents: str = "blank-line", **options: Any
+    inputs: list[str | Path],
+    parts: Path,
+    tokenizer: str,
+    tasks: int,
+    documents: str = "blank-line",
+    **options: Any,
 ) -> Path:
     """Run the tasks one after the other in this process."""
     reader = CorpusReader(inputs, documents=documents)

@@ -54,14 +54,35 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         sizes["hidden"] = heads * max(4, sizes["hidden"] // heads)
     fields["vocab_size"] = sizes["vocab_size"]
     if kind == "gpt2":
-        fields |= {"n_embd": sizes["hidden"], "n_layer": sizes["layers"], "n_head": heads, "n_inner": sizes["mlp"]}
+        fields |= {
+            "n_embd": sizes["hidden"],
+            "n_layer": sizes["layers"],
+            "n_head": heads,
+            "n_inner": sizes["mlp"],
+        }
         fields |= {"n_positions": LENGTH, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
-        fields |= _choices(draw, {"activation_function": ("gelu_new", "gelu", "relu"), "tie_word_embeddings": BOOLEAN})
+        fields |= _choices(
+            draw,
+            {"activation_function": ("gelu_new", "gelu", "relu"), "tie_word_embeddings": BOOLEAN},
+        )
         return fields | {"bos_token_id": 0, "eos_token_id": 0}
-    fields |= {"hidden_size": sizes["hidden"], "num_hidden_layers": sizes["layers"], "num_attention_heads": heads}
-    fields |= {"intermediate_size": sizes["mlp"], "max_position_embeddings": LENGTH, "bos_token_id": 0}
-    fields |= _choices(draw, {"hidden_act": ("silu", "gelu", "gelu_pytorch_tanh"), "tie_word_embeddings": BOOLEAN})
-    fields |= {"eos_token_id": 0, "pad_token_id": draw(st.sampled_from([None, 0, 7]), label="padding token")}
+    fields |= {
+        "hidden_size": sizes["hidden"],
+        "num_hidden_layers": sizes["layers"],
+        "num_attention_heads": heads,
+    }
+    fields |= {
+        "intermediate_size": sizes["mlp"],
+        "max_position_embeddings": LENGTH,
+        "bos_token_id": 0,
+    }
+    fields |= _choices(
+        draw, {"hidden_act": ("silu", "gelu", "gelu_pytorch_tanh"), "tie_word_embeddings": BOOLEAN}
+    )
+    fields |= {
+        "eos_token_id": 0,
+        "pad_token_id": draw(st.sampled_from([None, 0, 7]), label="padding token"),
+    }
     # Phi3Config takes no other type that is computed.
     rope = "default" if model_type == "phi3" else draw(st.sampled_from(list(ROPE)), label="rope")
     fields["rope_parameters"] = {"rope_type": rope, "rope_theta": 100.0, **ROPE[rope]}
@@ -73,17 +94,22 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         divisors = [count for count in range(1, heads + 1) if heads % count == 0]
         fields["num_key_value_heads"] = draw(st.sampled_from(divisors), label="KV heads")
     if "head_dim" in declared:
-        # The norm of a head of 2 features is ill-conditioned: transformers' own fp32 gradients are then 1e-5 off.
+        # The norm of a head of 2 features is ill-conditioned: transformers' own fp32 gradients are
+        # then 1e-5 off.
         fields["head_dim"] = 2 * draw(st.integers(2, 5), label="head size / 2")
     if "sliding_window" in declared:
         fields["sliding_window"] = draw(st.integers(2, LENGTH), label="window")
     if "layer_types" in declared:
         kinds = st.sampled_from(["full_attention", "sliding_attention"])
-        fields["layer_types"] = draw(st.lists(kinds, min_size=sizes["layers"], max_size=sizes["layers"]))
+        fields["layer_types"] = draw(
+            st.lists(kinds, min_size=sizes["layers"], max_size=sizes["layers"])
+        )
         fields["use_sliding_window"] = True
     head_size = fields.get("head_dim", sizes["hidden"] // heads)
     if model_type in ("gpt_neox", "phi3"):
-        share = draw(st.sampled_from([0.5, 1.0] if head_size > 2 else [1.0]), label="share that turns")
+        share = draw(
+            st.sampled_from([0.5, 1.0] if head_size > 2 else [1.0]), label="share that turns"
+        )
         fields["rope_parameters"]["partial_rotary_factor"] = share
         head_size = int(head_size * share)
     if rope == "dynamic" and head_size <= 2:  # transformers divides by zero
@@ -96,7 +122,11 @@ def _expert_fields(draw: st.DrawFn, model_type: str, declared: Any, layers: int)
     count = draw(st.integers(1, 9), label="experts")
     name = "num_local_experts" if model_type == "mixtral" else "num_experts"
     chosen = draw(st.integers(1, count), label="experts a token")
-    fields: dict[str, Any] = {name: count, "num_experts_per_tok": chosen, "router_aux_loss_coef": 0.3}
+    fields: dict[str, Any] = {
+        name: count,
+        "num_experts_per_tok": chosen,
+        "router_aux_loss_coef": 0.3,
+    }
     flags = ("norm_topk_prob", "qkv_bias", "output_router_logits")
     fields |= _choices(draw, {name: BOOLEAN for name in flags if name in declared})
     if "clip_qkv" in declared:
@@ -106,14 +136,24 @@ def _expert_fields(draw: st.DrawFn, model_type: str, declared: Any, layers: int)
             fields[size] = 4 * draw(st.integers(1, 8), label=size)
     if "decoder_sparse_step" in declared:
         fields["decoder_sparse_step"] = draw(st.integers(1, layers), label="sparse step")
-        dense = st.sets(st.integers(0, layers - 1).filter(lambda number: number + 1 != fields["decoder_sparse_step"]))
+        dense = st.sets(
+            st.integers(0, layers - 1).filter(
+                lambda number: number + 1 != fields["decoder_sparse_step"]
+            )
+        )
         fields["mlp_only_layers"] = sorted(draw(dense, label="dense layers"))
     return fields
 
 
 def without_router_logits(model_type: str) -> dict[str, Any]:
-    """A field for generation: with a static cache transformers' classes with experts fail if they return these."""
-    return {"output_router_logits": False} if "output_router_logits" in vars(AutoConfig.for_model(model_type)) else {}
+    """A field for generation: with a static cache transformers' classes with experts fail if
+    they return these.
+    """
+    return (
+        {"output_router_logits": False}
+        if "output_router_logits" in vars(AutoConfig.for_model(model_type))
+        else {}
+    )
 
 
 MARGIN = 2e-6
@@ -121,7 +161,9 @@ MARGIN = 2e-6
 
 
 def margin(logits: torch.Tensor, chosen: int) -> float:
-    """The least distance of a token's last chosen expert from the next one, relative to the largest logit."""
+    """The least distance of a token's last chosen expert from the next one, relative to the
+    largest logit.
+    """
     if chosen == logits.shape[-1]:
         return math.inf
     values = logits.detach().float().topk(chosen + 1, -1).values
@@ -129,22 +171,27 @@ def margin(logits: torch.Tensor, chosen: int) -> float:
 
 
 def decoder(fields: dict[str, Any], seed: int, attention: str = "sdpa") -> Any:
-    """Hugging Face's model, random everywhere, of the next seeds the first that rounding does not decide.
+    """Hugging Face's model, random everywhere, of the next seeds the first that rounding does not
+    decide.
 
-    For what `tokens_for` draws then, no expert is chosen by the last bits, and the model's own gradients in fp32 are
-    nearer to those in fp64 than a comparison allows.
+    For what `tokens_for` draws then, no expert is chosen by the last bits, and the model's own
+    gradients in fp32 are nearer to those in fp64 than a comparison allows.
     """
     config = AutoConfig.for_model(**fields)
     for candidate in range(seed, seed + 50):
         torch.manual_seed(candidate)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=torch.float32
+        ).eval()
         perturbed(model)
         state = torch.get_rng_state()
         tokens = tokens_for(fields)
         torch.set_rng_state(state)
         if not chooses_by_rounding(model, tokens) and rounds_little(model, tokens):
             return model
-    raise AssertionError(f"rounding decides all models of the seeds {seed} to {candidate}: {fields}")
+    raise AssertionError(
+        f"rounding decides all models of the seeds {seed} to {candidate}: {fields}"
+    )
 
 
 def chooses_by_rounding(model: Any, tokens: torch.Tensor) -> bool:
@@ -163,7 +210,9 @@ def rounds_little(model: Any, tokens: torch.Tensor) -> bool:
         exact.set_experts_implementation("eager")  # the others are not for fp64
     for each in (model, exact):
         each(input_ids=tokens, labels=tokens).loss.backward()
-    expected = {name: weight.grad for name, weight in exact.named_parameters() if weight.grad is not None}
+    expected = {
+        name: weight.grad for name, weight in exact.named_parameters() if weight.grad is not None
+    }
     found = dict(model.named_parameters())
     close = [
         norm(found[name].grad.double() - expected[name]) <= allowed / 2
@@ -174,7 +223,9 @@ def rounds_little(model: Any, tokens: torch.Tensor) -> bool:
 
 
 def tokens_for(fields: dict[str, Any]) -> torch.Tensor:
-    """Random ones, the padding token surely among them: its row gets no gradient from the look-up. [BATCH, LENGTH]"""
+    """Random ones, the padding token surely among them: its row gets no gradient from the
+    look-up. [BATCH, LENGTH]
+    """
     tokens = torch.randint(fields["vocab_size"], (BATCH, LENGTH))
     tokens[0, 3] = fields.get("pad_token_id") or 0
     return tokens

@@ -10,7 +10,8 @@ from _pytest.mark.expression import Expression
 
 
 def device_variables(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what the environment of the tests, and of all that they start, needs before anything imports torch.
+    """Return what the environment of the tests, and of all that they start, needs before anything
+    imports torch.
 
     Args:
         arguments: pytest's own, without the program's name.
@@ -19,7 +20,9 @@ def device_variables(arguments: Sequence[str], environment: Mapping[str, str]) -
         return {}
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-m", default="not cuda")  # setup.cfg's own is no such selection
-    selected = parser.parse_known_args([*shlex.split(environment.get("PYTEST_ADDOPTS", "")), *arguments])[0].m
+    selected = parser.parse_known_args(
+        [*shlex.split(environment.get("PYTEST_ADDOPTS", "")), *arguments]
+    )[0].m
     if not selected or Expression.compile(selected).evaluate(_is_cuda):
         # Deterministic products, which torch asks for once CUDA has begun.
         return {"CUBLAS_WORKSPACE_CONFIG": environment.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")}

@@ -8,7 +8,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-TEXTS = ["one\ntwo, three", 'he said "no"', "café 👋", "  spaces ", "", "NA", "1234", "last \r\n line"]
+TEXTS = [
+    "one\ntwo, three",
+    'he said "no"',
+    "café 👋",
+    "  spaces ",
+    "",
+    "NA",
+    "1234",
+    "last \r\n line",
+]
 ROWS = [{"id": i, "title": f"Title {i}", "text": text} for i, text in enumerate(TEXTS)]
 
 

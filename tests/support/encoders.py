@@ -1,4 +1,6 @@
-"""Random small encoders of every model_type, as hypothesis draws them, and rows to train them on."""
+"""Random small encoders of every model_type, as hypothesis draws them, and rows to train them
+on.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def encoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
         "pad_token_id": draw(st.sampled_from([None, 0, 7]), label="padding token"),
-        "architectures": draw(st.sampled_from([None, [without_sentences(model_type)]]), label="class"),
+        "architectures": draw(
+            st.sampled_from([None, [without_sentences(model_type)]]), label="class"
+        ),
     }
 
 
@@ -52,11 +56,17 @@ def without_sentences(model_type: str) -> str:
 def encoder(fields: dict[str, Any], seed: int) -> Any:
     """Hugging Face's model, random everywhere."""
     torch.manual_seed(seed)
-    return perturbed(native_model(AutoConfig.for_model(**fields), attn_implementation="eager").eval())
+    return perturbed(
+        native_model(AutoConfig.for_model(**fields), attn_implementation="eager").eval()
+    )
 
 
-def rows_for(fields: dict[str, Any], seed: int, batch: int = BATCH, length: int = LENGTH) -> dict[str, Tensor]:
-    """Rows of several lengths, one of them without padding, some tokens masked; the padding token among them."""
+def rows_for(
+    fields: dict[str, Any], seed: int, batch: int = BATCH, length: int = LENGTH
+) -> dict[str, Tensor]:
+    """Rows of several lengths, one of them without padding, some tokens masked; the padding
+    token among them.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(most: int, *shape: int) -> Tensor:
@@ -94,6 +104,11 @@ ALONE = Topology(world=1)
 
 
 def fields_of(model_type: str, **changes: Any) -> dict[str, Any]:
-    sizes = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "max_position_embeddings": LENGTH}
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "max_position_embeddings": LENGTH,
+    }
     rest = {"type_vocab_size": 2, "pad_token_id": 0, "architectures": None}
     return bert_fields(model_type=model_type, **{**sizes, **rest, **changes})

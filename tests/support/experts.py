@@ -43,7 +43,9 @@ def fields(model_type: str = "mixtral", **changes: Any) -> dict[str, Any]:
     }
 
 
-def reference_model(config: dict[str, Any], seed: int, routing: str = "random", attention: str = "sdpa") -> Any:
+def reference_model(
+    config: dict[str, Any], seed: int, routing: str = "random", attention: str = "sdpa"
+) -> Any:
     """transformers' class with random weights, whose routers choose as `routing` says."""
     model = decoder(config, seed, attention)
     with torch.no_grad():
@@ -54,7 +56,8 @@ def reference_model(config: dict[str, Any], seed: int, routing: str = "random", 
             if routing == "ties":  # all probabilities are equal
                 gate.zero_()
             elif routing != "random":
-                # Positive inputs, so a row of large numbers has the largest logit of every token, or the smallest.
+                # Positive inputs, so a row of large numbers has the largest logit of every token,
+                # or the smallest.
                 layer.post_attention_layernorm.weight.zero_()
                 layer.post_attention_layernorm.weight[0] = 1.0
                 model.model.embed_tokens.weight[:, 0] = 50.0
@@ -68,4 +71,8 @@ def inputs(vocabulary: int, *, padded: bool, batch: int = 3) -> dict[str, torch.
     if not padded:
         return {"input_ids": tokens, "labels": tokens}
     mask = (torch.arange(LENGTH) < LENGTH - 3 * torch.arange(batch)[:, None]).long()
-    return {"input_ids": tokens, "labels": tokens.masked_fill(mask == 0, -100), "attention_mask": mask}
+    return {
+        "input_ids": tokens,
+        "labels": tokens.masked_fill(mask == 0, -100),
+        "attention_mask": mask,
+    }

@@ -1,6 +1,7 @@
 """Small models of each family that the parity proofs train, their sizes drawn from a seed.
 
-12 heads divide by every TP size here, the vocabulary by none; every other one of 3 layers is not all of them.
+12 heads divide by every TP size here, the vocabulary by none; every other one of 3 layers is not
+all of them.
 """
 
 from __future__ import annotations
@@ -30,15 +31,28 @@ def _decoder(pick: Pick) -> dict[str, Any]:
 
 
 def _gpt2(pick: Pick) -> dict[str, Any]:
-    names = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}
+    names = {
+        "num_hidden_layers": "n_layer",
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+    }
     names |= {"intermediate_size": "n_inner", "max_position_embeddings": "n_positions"}
     sizes = {names.get(name, name): value for name, value in _decoder(pick).items()}
-    return {"model_type": "gpt2", **sizes, **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)}
+    return {
+        "model_type": "gpt2",
+        **sizes,
+        **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0),
+    }
 
 
 def _grouped(pick: Pick) -> dict[str, Any]:
     """As many KV heads as the largest TP size: each rank has its own."""
-    return {"model_type": "llama", **_decoder(pick), "num_key_value_heads": 4, "head_dim": 2 * pick(1, 4)}
+    return {
+        "model_type": "llama",
+        **_decoder(pick),
+        "num_key_value_heads": 4,
+        "head_dim": 2 * pick(1, 4),
+    }
 
 
 def _fewer_kv_heads(pick: Pick) -> dict[str, Any]:
@@ -48,8 +62,9 @@ def _fewer_kv_heads(pick: Pick) -> dict[str, Any]:
         "model_type": "qwen3",
         **_decoder(pick),
         "num_key_value_heads": 3,
-        # The norm of few features is ill-conditioned: over 220 models, Hugging Face's two fp32 kernels were apart by up
-        # to 0.48 of what closeness.py allows with 4 or 6 features, up to 0.12 with 8 to 14.
+        # The norm of few features is ill-conditioned: over 220 models, Hugging Face's two fp32
+        # kernels were apart by up to 0.48 of what closeness.py allows with 4 or 6 features, up to
+        # 0.12 with 8 to 14.
         "head_dim": 2 * pick(4, 8),
         "attention_bias": True,
         "pad_token_id": 1,
@@ -63,7 +78,12 @@ def _fewer_kv_heads(pick: Pick) -> dict[str, Any]:
 def _parallel_residual(pick: Pick) -> dict[str, Any]:
     sizes = _decoder(pick)
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    return {"model_type": "gpt_neox", **sizes, "hidden_size": 2 * sizes["hidden_size"], "rope_parameters": rope}
+    return {
+        "model_type": "gpt_neox",
+        **sizes,
+        "hidden_size": 2 * sizes["hidden_size"],
+        "rope_parameters": rope,
+    }
 
 
 def _encoder(model_type: str, pick: Pick) -> dict[str, Any]:
@@ -89,18 +109,31 @@ def _experts(model_type: str, pick: Pick) -> dict[str, Any]:
 
 def _shared_experts(pick: Pick) -> dict[str, Any]:
     """One expert of a layer computes every token, and one of 3 layers is dense."""
-    sizes = {"moe_intermediate_size": 24 * pick(1, 4), "shared_expert_intermediate_size": 12 * pick(1, 4)}
+    sizes = {
+        "moe_intermediate_size": 24 * pick(1, 4),
+        "shared_expert_intermediate_size": 12 * pick(1, 4),
+    }
     return {**_experts("qwen2_moe", pick), **sizes, "mlp_only_layers": [1]}
 
 
 def _normed_experts(pick: Pick) -> dict[str, Any]:
-    sizes = {"moe_intermediate_size": 24 * pick(1, 4), "head_dim": 2 * pick(4, 8)}  # see _fewer_kv_heads
+    sizes = {
+        "moe_intermediate_size": 24 * pick(1, 4),
+        "head_dim": 2 * pick(4, 8),
+    }  # see _fewer_kv_heads
     return {**_experts("qwen3_moe", pick), **sizes, "norm_topk_prob": True}
 
 
 def _whole_norms(pick: Pick) -> dict[str, Any]:
-    """The norm of all keys spans ranks that share KV heads, and some queries, keys and values are clipped."""
-    sizes = {**_experts("olmoe", pick), "hidden_size": 48 * pick(1, 2), "num_key_value_heads": 3, "clip_qkv": 2.0}
+    """The norm of all keys spans ranks that share KV heads, and some queries, keys and values
+    are clipped.
+    """
+    sizes = {
+        **_experts("olmoe", pick),
+        "hidden_size": 48 * pick(1, 2),
+        "num_key_value_heads": 3,
+        "clip_qkv": 2.0,
+    }
     del sizes["head_dim"]
     return sizes
 

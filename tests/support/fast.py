@@ -1,4 +1,5 @@
-"""Which tests are fast: they reach nothing of SLOW, neither themselves nor through a helper or a fixture of the tests.
+"""Which tests are fast: they reach nothing of SLOW, neither themselves nor through a helper or a
+fixture of the tests.
 
 def test_a(ranks): ...              slow: `ranks` is a Pools
 def test_b(tmp_path):
@@ -28,7 +29,9 @@ SLOW = {
     *("transformers.trainer.Trainer", "tests.support.harness.reference"),
     *("tests.conftest._packaged", "tests.conftest.shared_file"),
 }
-"""Processes, pauses, dry runs, whole trainings, the reference harness, real checkpoints and real texts."""
+"""Processes, pauses, dry runs, whole trainings, the reference harness, real checkpoints and real
+texts.
+"""
 
 
 def is_fast(test: Any) -> bool:
@@ -54,7 +57,9 @@ def _name(reached: Any) -> str:
 
 
 def _function(reached: Any) -> Any:
-    """Return the function inside a hypothesis test, a fixture, a cache or a partial; else `reached` itself."""
+    """Return the function inside a hypothesis test, a fixture, a cache or a partial; else
+    `reached` itself.
+    """
     if isinstance(reached, functools.partial):
         return _function(reached.func)
     if isinstance(reached, FixtureFunctionDefinition):
@@ -67,11 +72,17 @@ def _function(reached: Any) -> Any:
 
 
 def _references(reached: Any) -> Iterator[Any]:
-    """Yield what a function or a class of the tests refers to: globals, and fixtures by its parameters' names."""
-    if not isinstance(reached, type | types.FunctionType) or not reached.__module__.startswith("tests."):
+    """Yield what a function or a class of the tests refers to: globals, and fixtures by its
+    parameters' names.
+    """
+    if not isinstance(reached, type | types.FunctionType) or not reached.__module__.startswith(
+        "tests."
+    ):
         return
     if isinstance(reached, type):
-        yield from (member for member in vars(reached).values() if isinstance(member, types.FunctionType))
+        yield from (
+            member for member in vars(reached).values() if isinstance(member, types.FunctionType)
+        )
         return
     fixtures = vars(importlib.import_module("tests.conftest")) | reached.__globals__
     for name in inspect.signature(reached).parameters:
@@ -81,7 +92,9 @@ def _references(reached: Any) -> Iterator[Any]:
 
 
 def _globals(code: types.CodeType, namespace: dict[str, Any]) -> Iterator[Any]:
-    """Yield the global values that a function's code loads; of a module, also the attribute that it reads."""
+    """Yield the global values that a function's code loads; of a module, also the attribute that
+    it reads.
+    """
     instructions = list(dis.get_instructions(code))
     for instruction, after in zip(instructions, [*instructions[1:], None], strict=True):
         if instruction.opname != "LOAD_GLOBAL" or instruction.argval not in namespace:

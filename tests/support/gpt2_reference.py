@@ -14,7 +14,13 @@ from tests.support.native import check_gradients, parallel_model, perturbed
 from zero_tp.parallel.layout import audit
 
 LENGTH, BATCH = 16, 3
-SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 24, "n_positions": 24, "vocab_size": 61}
+SIZES: dict[str, Any] = {
+    "n_layer": 2,
+    "n_head": 4,
+    "n_embd": 24,
+    "n_positions": 24,
+    "vocab_size": 61,
+}
 NO_DROPOUT: dict[str, Any] = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
 
 

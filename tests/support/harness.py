@@ -23,7 +23,12 @@ Results = dict[str, tuple[dict[str, Any], list[Any]]]
 
 
 def reference(
-    directory: Path, tasks: Path, names: list[str], limit: int | None, batch_size: int = 4, positions: int | None = None
+    directory: Path,
+    tasks: Path,
+    names: list[str],
+    limit: int | None,
+    batch_size: int = 4,
+    positions: int | None = None,
 ) -> Results:
     """By lm-eval's own `HFLM`, in one process. `positions`: tokens that it reads at most."""
     lm = HFLM(
@@ -68,7 +73,9 @@ def parallel_model(directory: Path, topology: Topology, batch_size: int = 4) -> 
 
 
 def assert_same(found: Results, expected: Results) -> int:
-    """Accuracies equal, log-likelihoods to 1e-3, perplexities to 1e-4, generated text equal. How many answers."""
+    """Accuracies equal, log-likelihoods to 1e-3, perplexities to 1e-4, generated text equal. How
+    many answers.
+    """
     compared = 0
     assert found.keys() == expected.keys()
     for name, (metrics, responses) in expected.items():
@@ -76,7 +83,9 @@ def assert_same(found: Results, expected: Results) -> int:
             kind = key.split(",")[0]
             if not isinstance(value, float) or kind.endswith("_stderr"):
                 continue
-            tolerance = 1e-4 if kind in ("word_perplexity", "byte_perplexity", "bits_per_byte") else 0.0
+            tolerance = (
+                1e-4 if kind in ("word_perplexity", "byte_perplexity", "bits_per_byte") else 0.0
+            )
             # LAMBADA's is e to a sum over a word: 1e-3 on the log-likelihood.
             tolerance = 1e-3 if kind == "perplexity" else tolerance
             assert found[name][0][key] == pytest.approx(value, rel=tolerance, abs=0), (name, key)
@@ -88,8 +97,9 @@ def assert_same(found: Results, expected: Results) -> int:
             elif isinstance(theirs, tuple):
                 assert mine[1] == theirs[1] and mine[0] == pytest.approx(theirs[0], abs=1e-3), name
             else:
-                # A whole text's. torch's fp32 log_softmax on CPU, which HFLM uses, is off by 1e-5 nats a token of a
-                # large vocabulary (256 tokens, v 49,152: 688.92468 of ours, 688.92469 in fp64, 688.92261 of HFLM).
+                # A whole text's. torch's fp32 log_softmax on CPU, which HFLM uses, is off by 1e-5
+                # nats a token of a large vocabulary (256 tokens, v 49,152: 688.92468 of ours,
+                # 688.92469 in fp64, 688.92261 of HFLM).
                 assert mine == pytest.approx(theirs, rel=1e-5), name
     return compared
 

@@ -1,4 +1,6 @@
-"""Variables, a home and caches of the tests' own: no test reads what a person has set, made or downloaded."""
+"""Variables, a home and caches of the tests' own: no test reads what a person has set, made or
+downloaded.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,26 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PREFIXES = (
-    *("ACCELERATE_", "COMET_", "HF_", "HUGGINGFACE_", "MALLOC_", "MLFLOW_", "OMPI_", "PYTORCH_", "SLURM_"),
+    *(
+        "ACCELERATE_",
+        "COMET_",
+        "HF_",
+        "HUGGINGFACE_",
+        "MALLOC_",
+        "MLFLOW_",
+        "OMPI_",
+        "PYTORCH_",
+        "SLURM_",
+    ),
     *("TORCHDYNAMO_", "TORCHELASTIC_", "TORCHINDUCTOR_", "TRANSFORMERS_", "WANDB_", "XDG_"),
 )
 NAMES = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("CROSS_RANK", "DS_ENV_FILE", "GLIBC_TUNABLES", "MPLBACKEND", "MPLCONFIGDIR", "TORCH_HOME"),
 }
-"""Variables that launchers, libraries or the C library read, and that change what a test computes."""
+"""Variables that launchers, libraries or the C library read, and that change what a test
+computes.
+"""
 
 OWN = {
     "DS_ACCELERATOR": "cpu",
@@ -42,7 +56,9 @@ def isolated_variables(environment: Mapping[str, str], root: Path) -> dict[str, 
     if "PYTEST_XDIST_WORKER" in environment:  # has the variables of the process that started it
         return dict(environment)
     inherited = {
-        name: value for name, value in environment.items() if not name.startswith(PREFIXES) and name not in NAMES
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(PREFIXES) and name not in NAMES
     }
     home = tempfile.mkdtemp(prefix="zero_tp_home_")
     atexit.register(shutil.rmtree, home, ignore_errors=True)

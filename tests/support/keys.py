@@ -1,7 +1,7 @@
 """Every key of a run's file: the run that trains it, or why it changes only costs and logs.
 
-`tests/run/config/test_keys_classified.py` demands of every other key that it is refused or noted as without effect;
-`tests/run/config/test_keys.py` trains the cells.
+`tests/run/config/test_keys_classified.py` demands of every other key that it is refused or noted as
+without effect; `tests/run/config/test_keys.py` trains the cells.
 """
 
 from __future__ import annotations
@@ -50,11 +50,17 @@ CELLS: dict[str, tuple[tuple[str, ...], Changes]] = {
         cell(stage="ZeRO-2", offload="optimizer offloaded"),
         zero(ignore_unused_parameters=False),
     ),
-    "ZeRO-3, parameters alone offloaded": (cell(stage="ZeRO-3"), zero(offload_param={"device": "cpu"})),
+    "ZeRO-3, parameters alone offloaded": (
+        cell(stage="ZeRO-3"),
+        zero(offload_param={"device": "cpu"}),
+    ),
     "everything logged": (
         cell(stage="ZeRO-2"),
         {
-            **{f"{name}.enabled": True for name in ("comms_logger", "flops_profiler", "timers.throughput")},
+            **{
+                f"{name}.enabled": True
+                for name in ("comms_logger", "flops_profiler", "timers.throughput")
+            },
             **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state"), True),
             "steps_per_print": 1,
         },
@@ -63,13 +69,22 @@ CELLS: dict[str, tuple[tuple[str, ...], Changes]] = {
         cell(stage="ZeRO-3"),
         {
             **zero(stage3_model_persistence_threshold=500, stage3_max_live_parameters=1000),
-            **zero(stage3_max_reuse_distance=100, memory_efficient_linear=False, override_module_apply=False),
+            **zero(
+                stage3_max_reuse_distance=100,
+                memory_efficient_linear=False,
+                override_module_apply=False,
+            ),
             **zero(stage3_use_all_reduce_for_fetch_params=True),
         },
     ),
     "ZeRO-3 one after another": (
         cell(stage="ZeRO-3"),
-        zero(stage3_allgather_sequential=True, overlap_comm=True, contiguous_gradients=False, reduce_scatter=False),
+        zero(
+            stage3_allgather_sequential=True,
+            overlap_comm=True,
+            contiguous_gradients=False,
+            reduce_scatter=False,
+        ),
     ),
     "ZeRO-0 scaled before": (cell(stage="ZeRO-0"), {"prescale_gradients": True}),
     "ZeRO-0 divided twice": (cell(stage="ZeRO-0"), {"gradient_predivide_factor": 4.0}),
@@ -80,7 +95,10 @@ CELLS: dict[str, tuple[tuple[str, ...], Changes]] = {
         )
         for stage in ("ZeRO-0", "ZeRO-2", "ZeRO-3")
     },
-    "ZeRO-1 that adds at once": (cell(dtype="bf16, fp32 accumulation"), {"bf16.immediate_grad_update": True}),
+    "ZeRO-1 that adds at once": (
+        cell(dtype="bf16, fp32 accumulation"),
+        {"bf16.immediate_grad_update": True},
+    ),
     "a place for each checkpoint": (
         cell(recompute="full, P_a, contiguous, cpu", sequence="no SP"),
         {f"{ACTIVATIONS}.number_checkpoints": 4},
@@ -97,12 +115,25 @@ TRAINED_BY: dict[str, tuple[str, ...]] = {
     "run/test_documents_run": ("zero_tp.data.document_attention",),
     "engine/test_engine": ("train_micro_batch_size_per_gpu",),
     "run/test_masked_run_inputs": (
-        *(f"zero_tp.objective.{key}" for key in ("mask_probability", "max_ngram", "sentence_order")),
+        *(
+            f"zero_tp.objective.{key}"
+            for key in ("mask_probability", "max_ngram", "sentence_order")
+        ),
     ),
-    "run/test_spikes": (*(f"zero_tp.training.spike.{key}" for key in ("loss", "grad_norm", "window")),),
+    "run/test_spikes": (
+        *(f"zero_tp.training.spike.{key}" for key in ("loss", "grad_norm", "window")),
+    ),
     "engine/zero/test_fp16": (
-        *(f"fp16.{key}" for key in ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window")),
-        *("fp16.hysteresis", "fp16.min_loss_scale", "fp16.consecutive_hysteresis", "zero_allow_untested_optimizer"),
+        *(
+            f"fp16.{key}"
+            for key in ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window")
+        ),
+        *(
+            "fp16.hysteresis",
+            "fp16.min_loss_scale",
+            "fp16.consecutive_hysteresis",
+            "zero_allow_untested_optimizer",
+        ),
     ),
     "engine/zero/test_offload_nvme": (
         *(f"{ZERO}.{block}.nvme_path" for block in ("offload_optimizer", "offload_param")),
@@ -136,16 +167,23 @@ TIMING: dict[str, str] = {
     "timers.*": "DeepSpeed's timers",
     "comms_logger.*": "what DeepSpeed logs of its collectives",
     "flops_profiler.*": "what DeepSpeed logs of FLOPs",
-    **{f"{block}.*": "where metrics are written" for block in ("tensorboard", "wandb", "csv_monitor", "comet")},
+    **{
+        f"{block}.*": "where metrics are written"
+        for block in ("tensorboard", "wandb", "csv_monitor", "comet")
+    },
     f"{ZERO}.log_trace_cache_warnings": "what DeepSpeed logs",
     f"{ZERO}.enable_sanity_checks": "checks of DeepSpeed that change no value",
     f"{ZERO}.*.pin_memory": "whether copies to the host wait",
     f"{ZERO}.*.buffer_*": "buffers between memory and NVMe",
     f"{ZERO}.offload_param.max_in_cpu": "how much stays beside NVMe",
-    f"{ZERO}.offload_optimizer.pipeline_*": "whether reads and writes of NVMe run beside the update",
+    f"{ZERO}.offload_optimizer.pipeline_*": "whether reads and writes of NVMe run beside the "
+    "update",
     f"{ZERO}.offload_optimizer.fast_init": "how states first come to NVMe",
     "aio.[!u]*": "how NVMe is read and written",
-    **{f"optimizer.params.{key}": "which kernel computes the same step" for key in ("fused", "foreach")},
+    **{
+        f"optimizer.params.{key}": "which kernel computes the same step"
+        for key in ("fused", "foreach")
+    },
     "optimizer.params.set_grad_none": "whether gradients are freed or zeroed",
     "fp16.auto_cast": "inputs are token ids, which are not cast",
     "zero_tp.logging.*": "what is logged",
@@ -162,16 +200,28 @@ TIMING: dict[str, str] = {
 
 
 def names(model: type[BaseModel], path: str) -> Iterator[tuple[str, Any]]:
-    """(dotted key, its type) of the values of a model and of the models in it; of a key with two names the alias."""
+    """(dotted key, its type) of the values of a model and of the models in it; of a key with two
+    names the alias.
+    """
     for name, field in fields_by_name(model).items():
         inner = nested_model(field.annotation)
         if f"{path}{name}" not in REFUSED_KEYS:
-            yield from [(f"{path}{name}", field.annotation)] if inner is None else names(inner, f"{path}{name}.")
+            yield from (
+                [(f"{path}{name}", field.annotation)]
+                if inner is None
+                else names(inner, f"{path}{name}.")
+            )
 
 
 def all_keys() -> dict[str, Any]:
-    """Every key of a run's file with its type, but for `zero_tp.model`; of `params` those of every class."""
-    keys = {key: kind for key, kind in names(ConfigFile, "") if key.partition(".")[0] not in ("optimizer", "scheduler")}
+    """Every key of a run's file with its type, but for `zero_tp.model`; of `params` those of
+    every class.
+    """
+    keys = {
+        key: kind
+        for key, kind in names(ConfigFile, "")
+        if key.partition(".")[0] not in ("optimizer", "scheduler")
+    }
     for name, *which in product(OPTIMIZERS, (True, False), (True, False)):
         keys |= dict(names(params_model(name.lower(), *which), "optimizer.params."))
     for model in SCHEDULES.values():
@@ -183,8 +233,15 @@ def trained() -> set[str]:
     """The keys that some run has with a value, and is compared with a plain run."""
     settings = [changes for named in FACTORS.values() for changes in named.values()]
     settings += [changes for _, changes in CELLS.values()] + [config_of(PLAIN)]
-    keys = {key for changes in settings for path in paths(changes) if timing(key := ".".join(path)) is None}
-    optimizers = {f"optimizer.params.{key}" for _, _, params in OPTIMIZED.values() for key in params}
+    keys = {
+        key
+        for changes in settings
+        for path in paths(changes)
+        if timing(key := ".".join(path)) is None
+    }
+    optimizers = {
+        f"optimizer.params.{key}" for _, _, params in OPTIMIZED.values() for key in params
+    }
     return keys | {*SET_BY_OTHER_KEYS} | optimizers | {"optimizer.type"}
 
 
@@ -206,7 +263,12 @@ def other_values(annotation: Any) -> list[Any]:
     text = str(annotation)
     if typing.get_origin(annotation) is typing.Literal:
         return list(typing.get_args(annotation))
-    for kind, values in (("bool", [True, False]), ("int", [1, 3]), ("float", [0.5, 1.0, 2.0]), ("list", [["x"]])):
+    for kind, values in (
+        ("bool", [True, False]),
+        ("int", [1, 3]),
+        ("float", [0.5, 1.0, 2.0]),
+        ("list", [["x"]]),
+    ):
         if kind in text:
             return list(values)
     literals = [value for part in typing.get_args(annotation) for value in typing.get_args(part)]

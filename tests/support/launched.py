@@ -27,13 +27,22 @@ def free_port() -> int:
 
 
 def default_interrupts() -> None:
-    """Give a child the default of SIGINT, as its `preexec_fn`: a shell's background job inherits it as ignored."""
+    """Give a child the default of SIGINT, as its `preexec_fn`: a shell's background job inherits
+    it as ignored.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def environment(checkout: Path = ROOT) -> dict[str, str]:
-    """Return the variables for a command of a checkout, which comes before the installed package, on ranks too."""
-    return {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+    """Return the variables for a command of a checkout, which comes before the installed
+    package, on ranks too.
+    """
+    return {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": str(checkout),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def run(
@@ -45,7 +54,9 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of a checkout in `directory`. `limit`: seconds of an idle machine."""
     environ = environment(checkout) | dict(variables or {})
-    return subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=patience(limit))
+    return subprocess.run(
+        command, cwd=directory, env=environ, capture_output=True, text=True, timeout=patience(limit)
+    )
 
 
 def zero_tp(directory: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -54,7 +65,10 @@ def zero_tp(directory: Path, *arguments: str, **variables: str) -> subprocess.Co
 
 
 def launch(
-    world: int, launcher: str = "deepspeed", script: str = "launch/pretrain.py", checkout: Path = ROOT
+    world: int,
+    launcher: str = "deepspeed",
+    script: str = "launch/pretrain.py",
+    checkout: Path = ROOT,
 ) -> list[str]:
     """The words that start a script on `world` CPU ranks, by "deepspeed" or "torchrun"."""
     words = {
@@ -70,7 +84,9 @@ def pretrain(
     return run([*launch(world, launcher), *arguments], directory)
 
 
-def script(name: str, directory: Path, *arguments: str, checkout: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def script(
+    name: str, directory: Path, *arguments: str, checkout: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     return run([sys.executable, str(checkout / name), *arguments], directory, checkout=checkout)
 
 
@@ -87,19 +103,40 @@ def furnish(directory: Path) -> Path:
     """Put a prepared corpus and a small config, small.json, into `directory`."""
     (directory / "tests").symlink_to(ROOT / "tests")
     corpus = ROOT / "launch" / "corpus" / "sotu.jsonl.gz"
-    words = ("--input", str(corpus), "--tokenizer", "bpe:512", "--output", "data", "--processes", "1")
+    words = (
+        "--input",
+        str(corpus),
+        "--tokenizer",
+        "bpe:512",
+        "--output",
+        "data",
+        "--processes",
+        "1",
+    )
     prepared = script("launch/prepare_data.py", directory, *words)
     assert prepared.returncode == 0, prepared.stderr
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1, "torch_adam": True}},
-        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 2}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 3e-3, "weight_decay": 0.1, "torch_adam": True},
+        },
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"total_num_steps": "auto", "warmup_num_steps": 2},
+        },
         "zero_optimization": {"stage": 2},
         "csv_monitor": {"enabled": True},
         "zero_tp": {
             "model": {
-                **{"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64},
+                **{
+                    "model_type": "gpt2",
+                    "n_layer": 2,
+                    "n_embd": 64,
+                    "n_head": 4,
+                    "n_positions": 64,
+                },
                 "vocab_size": 512,
             },
             "parallel": {"tensor": 2},

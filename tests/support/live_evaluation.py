@@ -35,7 +35,9 @@ def live_model(directory: Path, tensor: int, stage: int, scorer: Callable[[Any],
 
     opened, topology = open_directory(directory), grid(tensor)
     source, settings = PretrainedSource(directory, opened.config), deepspeed_settings(stage)
-    engine = TrainingEngine.from_dict(opened.config, topology, settings, seed=1, source=source, model=ZeroTPForCausalLM)
+    engine = TrainingEngine.from_dict(
+        opened.config, topology, settings, seed=1, source=source, model=ZeroTPForCausalLM
+    )
     engine.deepspeed_engine.eval()
     return EvalModel(
         scorer(engine),

@@ -1,4 +1,6 @@
-"""Changes of a live model or its config after it was built. Each raises Inapplicable if the model has no such part."""
+"""Changes of a live model or its config after it was built. Each raises Inapplicable if the
+model has no such part.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ EPSILONS = ("eps", "variance_epsilon")
 
 def dropouts(live: LiveModel) -> list[tuple[nn.Module, str]]:
     named = [(part, "p") for part in live.model.modules() if isinstance(part, nn.Dropout)]
-    return named + [(part, name) for part in live.model.modules() for name in DROPOUTS if name in vars(part)]
+    return named + [
+        (part, name) for part in live.model.modules() for name in DROPOUTS if name in vars(part)
+    ]
 
 
-# ---- what is adopted: the parallel model trains what the live one does -------------------------------------------
+# ---- what is adopted: the parallel model trains what the live one does ---------------------------
 
 
 def nothing(live: LiveModel) -> None:
@@ -56,7 +60,9 @@ def padding_token_changed(live: LiveModel) -> None:
 
 
 def dropout_disabled(live: LiveModel) -> None:
-    live.build(live.random.randrange(99), **{name: 0.3 for name in DROPOUTS if name in vars(live.config)})
+    live.build(
+        live.random.randrange(99), **{name: 0.3 for name in DROPOUTS if name in vars(live.config)}
+    )
     for part, name in dropouts(live):
         setattr(part, name, 0.0)
 
@@ -107,7 +113,9 @@ def checkpointing_enabled(live: LiveModel) -> None:
 
 
 def copied(live: LiveModel) -> None:
-    live.model(**live.batch(), output_hidden_states=live.causal)  # installs hooks of transformers' own
+    live.model(
+        **live.batch(), output_hidden_states=live.causal
+    )  # installs hooks of transformers' own
     live.model = copy.deepcopy(live.model)
 
 
@@ -121,14 +129,29 @@ def subclassed(live: LiveModel) -> None:
 
 
 ADOPTED: tuple[Callable[[LiveModel], None], ...] = (
-    *(nothing, untied, tied, padding_row_set, padding_row_unset, padding_token_changed, dropout_disabled),
+    *(
+        nothing,
+        untied,
+        tied,
+        padding_row_set,
+        padding_row_unset,
+        padding_token_changed,
+        dropout_disabled,
+    ),
     *(dropout_enabled, dropout_of_config_changed, vocabulary_resized, last_layer_removed),
-    *(attention_implementation_set, router_loss_toggled, rotary_cast, checkpointing_enabled, copied, frozen),
+    *(
+        attention_implementation_set,
+        router_loss_toggled,
+        rotary_cast,
+        checkpointing_enabled,
+        copied,
+        frozen,
+    ),
     subclassed,
 )
 
 
-# ---- what is refused; each returns words that the error has ----------------------------------------------------------
+# ---- what is refused; each returns words that the error has --------------------------------------
 
 
 def encoder_untied(live: LiveModel) -> str:
@@ -208,7 +231,9 @@ def forward_replaced(live: LiveModel) -> str:
 
 def class_replaced(live: LiveModel) -> str:
     name, part = live.any_module(lambda part: isinstance(part, nn.Linear))
-    part.__class__ = type("Scaled", (type(part),), {"forward": lambda self, rows: 2 * nn.Linear.forward(self, rows)})
+    part.__class__ = type(
+        "Scaled", (type(part),), {"forward": lambda self, rows: 2 * nn.Linear.forward(self, rows)}
+    )
     return f"{name}: is a Scaled"
 
 
@@ -308,10 +333,37 @@ def router_coefficient_changed(live: LiveModel) -> str:
 
 
 REFUSED: tuple[Callable[[LiveModel], str], ...] = (
-    *(encoder_untied, one_dropout_changed, epsilon_changed, epsilon_of_config_changed, rotary_table_changed),
-    *(rotary_base_changed, forward_hook, forward_pre_hook, backward_hook, gradient_hook, loss_replaced),
-    *(forward_replaced, class_replaced, forward_overridden, layer_removed, middle_layer_removed, layers_reordered),
-    *(module_added, weight_added, weight_widened, activation_replaced, scaling_changed, weights_shared),
+    *(
+        encoder_untied,
+        one_dropout_changed,
+        epsilon_changed,
+        epsilon_of_config_changed,
+        rotary_table_changed,
+    ),
+    *(
+        rotary_base_changed,
+        forward_hook,
+        forward_pre_hook,
+        backward_hook,
+        gradient_hook,
+        loss_replaced,
+    ),
+    *(
+        forward_replaced,
+        class_replaced,
+        forward_overridden,
+        layer_removed,
+        middle_layer_removed,
+        layers_reordered,
+    ),
+    *(
+        module_added,
+        weight_added,
+        weight_widened,
+        activation_replaced,
+        scaling_changed,
+        weights_shared,
+    ),
     *(memory_shared, dtypes_mixed, mode_mixed, norm_of_embeddings_limited, config_replaced),
     router_coefficient_changed,
 )

@@ -53,7 +53,11 @@ class LiveModel:
     @property
     def layers(self) -> nn.ModuleList:
         count = self.config.num_hidden_layers
-        return next(part for part in self.model.modules() if isinstance(part, nn.ModuleList) and len(part) == count)
+        return next(
+            part
+            for part in self.model.modules()
+            if isinstance(part, nn.ModuleList) and len(part) == count
+        )
 
     def require(self, is_applicable: bool) -> None:
         if not is_applicable:
@@ -66,7 +70,10 @@ class LiveModel:
 
     def batch(self) -> dict[str, Tensor]:
         if not self.causal:
-            return rows_for({"type_vocab_size": 2, "architectures": None, **self.fields}, self.random.randrange(99))
+            return rows_for(
+                {"type_vocab_size": 2, "architectures": None, **self.fields},
+                self.random.randrange(99),
+            )
         generator = torch.Generator().manual_seed(self.random.randrange(99))
         tokens = torch.randint(self.fields["vocab_size"], (3, 16), generator=generator)
         tokens[0, 3], tokens[1, 4] = 1, 2

@@ -1,7 +1,8 @@
-"""The parity matrix: which settings there are, which cells the config refuses, and a covering array of the others.
+"""The parity matrix: which settings there are, which cells the config refuses, and a covering array
+of the others.
 
-A cell is one setting of every factor, and a real JSON config. The covering array has, for every two settings that some
-accepted cell has together, a cell that runs them.
+A cell is one setting of every factor, and a real JSON config. The covering array has, for every two
+settings that some accepted cell has together, a cell that runs them.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ Changes = dict[str, Any]
 Setting = tuple[str, str]  # factor, name
 Cell = tuple[str, ...]  # the name of one setting for each factor
 
-# DeepSpeed's defaults are made for models a million times as large: every parameter would stay whole under ZeRO-3 and
-# every gradient would go into one bucket.
+# DeepSpeed's defaults are made for models a million times as large: every parameter would stay
+# whole under ZeRO-3 and every gradient would go into one bucket.
 BUCKETS = {"zero_optimization.reduce_bucket_size": "auto"}
 PARAMETERS = {
     "zero_optimization.stage3_param_persistence_threshold": "auto",
@@ -77,7 +78,9 @@ FACTORS: dict[str, dict[str, Changes]] = {
         "full, contiguous": {**FULL, **CONTIGUOUS},
         "full, P_a, contiguous, cpu": {**FULL, **P_A, **CONTIGUOUS, **HOST},
         "full, every 2nd layer": {"zero_tp.recompute": {"mode": "full", "every": 2}},
-        "full, 1 micro-batch kept": {"zero_tp.recompute": {"mode": "full", "keep_micro_batches": 1}},
+        "full, 1 micro-batch kept": {
+            "zero_tp.recompute": {"mode": "full", "keep_micro_batches": 1}
+        },
     },
     "offload": {
         "no offload": {"optimizer.params.torch_adam": True},
@@ -101,7 +104,12 @@ def config_of(cell: Cell, seed: int = 0, family: str = "gpt2") -> dict[str, Any]
         "gradient_clipping": CLIP,
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY},
+            "params": {
+                "lr": LEARNING_RATE,
+                "betas": list(BETAS),
+                "eps": EPS,
+                "weight_decay": WEIGHT_DECAY,
+            },
         },
         "zero_tp": {
             "model": model_sizes(seed, family),
@@ -111,7 +119,9 @@ def config_of(cell: Cell, seed: int = 0, family: str = "gpt2") -> dict[str, Any]
         },
     }
     changes = [settings[name] for settings, name in zip(FACTORS.values(), cell, strict=True)]
-    return with_changes(config, {path: value for settings in changes for path, value in settings.items()})
+    return with_changes(
+        config, {path: value for settings in changes for path, value in settings.items()}
+    )
 
 
 def write_config(cell: Cell, folder: Path, seed: int = 0, family: str = "gpt2") -> Path:
@@ -152,9 +162,11 @@ def judged() -> tuple[tuple[Cell, ...], dict[Cell, ConfigError]]:
 
 
 def idle(cell: Cell) -> set[Setting]:
-    """Settings that are accepted in this cell but do nothing there, as Topology and ActivationMemory say.
+    """Settings that are accepted in this cell but do nothing there, as Topology and
+    ActivationMemory say.
 
-    Without TP there is no SP. Checkpoints are partitioned only where every TP rank holds the same: with TP, without SP.
+    Without TP there is no SP. Checkpoints are partitioned only where every TP rank holds the same:
+    with TP, without SP.
     """
     settings = dict(zip(FACTORS, cell, strict=True))
     found = set()
@@ -168,20 +180,28 @@ def idle(cell: Cell) -> set[Setting]:
 
 @cache
 def proofs(size: int) -> dict[Cell, frozenset[tuple[Setting, ...]]]:
-    """What running each accepted cell proves: the groups of `size` settings that work together in it.
+    """What running each accepted cell proves: the groups of `size` settings that work together in
+    it.
 
     A group with an idle setting counts only if there is no accepted cell in which all of it acts.
     """
     accepted, _ = judged()
-    groups = {cell: set(itertools.combinations(zip(FACTORS, cell, strict=True), size)) for cell in accepted}
-    acting = {cell: {group for group in groups[cell] if not idle(cell) & set(group)} for cell in accepted}
+    groups = {
+        cell: set(itertools.combinations(zip(FACTORS, cell, strict=True), size))
+        for cell in accepted
+    }
+    acting = {
+        cell: {group for group in groups[cell] if not idle(cell) & set(group)} for cell in accepted
+    }
     somewhere = set().union(*acting.values())
     return {cell: frozenset(acting[cell] | (groups[cell] - somewhere)) for cell in accepted}
 
 
 @cache
 def covering_array() -> tuple[Cell, ...]:
-    """The cells that are run: first all pairs of settings, then whichever has the most new triples, to LEAST_CELLS."""
+    """The cells that are run: first all pairs of settings, then whichever has the most new
+    triples, to LEAST_CELLS.
+    """
     return tuple(sorted(chosen_cells()[0], key=list(proofs(2)).index))
 
 
@@ -198,7 +218,9 @@ def chosen_cells() -> tuple[list[Cell], int]:
     with_all_pairs = 0
     while new_pairs or len(chosen) < LEAST_CELLS:
         with_all_pairs += bool(new_pairs)
-        best = max(left, key=lambda cell: (len(pairs[cell] & new_pairs), len(triples[cell] & new_triples)))
+        best = max(
+            left, key=lambda cell: (len(pairs[cell] & new_pairs), len(triples[cell] & new_triples))
+        )
         chosen.append(best)
         left.remove(best)
         new_pairs -= pairs[best]
@@ -212,8 +234,8 @@ IN_16_BIT = "grouped queries"
 
 @cache
 def first_cells() -> list[Cell]:
-    """A few of the cells with all pairs, which together have every setting at work, every family, and every TP with
-    and without SP, in fp32 and in 16 bit. Greedy like `chosen_cells`.
+    """A few of the cells with all pairs, which together have every setting at work, every family,
+    and every TP with and without SP, in fp32 and in 16 bit. Greedy like `chosen_cells`.
     """
     cells, with_all_pairs = chosen_cells()
     shown: dict[Cell, set[Any]] = {}
@@ -233,20 +255,27 @@ def first_cells() -> list[Cell]:
 
 @cache
 def families() -> dict[Cell, str]:
-    """The model that each cell of the covering array trains: every family with every setting that can be.
+    """The model that each cell of the covering array trains: every family with every setting that
+    can be.
 
-    No setting is refused for a family's sake, so that families need no place in the product. Greedy: a cell gets the
-    family that has met the fewest of its settings, the one with the fewest cells among equals.
+    No setting is refused for a family's sake, so that families need no place in the product.
+    Greedy: a cell gets the family that has met the fewest of its settings, the one with the fewest
+    cells among equals.
     """
     chosen: dict[Cell, str] = {}
     met: dict[str, set[Setting]] = {family: set() for family in FAMILIES}
-    # The settings that are in few cells first, so that none is left with cells that are all given away.
+    # The settings that are in few cells first, so that none is left with cells that are all given
+    # away.
     cells = covering_array()
     count = Counter(setting for cell in cells for setting in zip(FACTORS, cell, strict=True))
-    for cell in sorted(cells, key=lambda cell: min(count[setting] for setting in zip(FACTORS, cell, strict=True))):
+    for cell in sorted(
+        cells, key=lambda cell: min(count[setting] for setting in zip(FACTORS, cell, strict=True))
+    ):
         settings = set(zip(FACTORS, cell, strict=True)) - idle(cell)
         given = Counter(chosen.values())
-        chosen[cell] = max(FAMILIES, key=lambda family: (len(settings - met[family]), -given[family]))
+        chosen[cell] = max(
+            FAMILIES, key=lambda family: (len(settings - met[family]), -given[family])
+        )
         met[chosen[cell]] |= settings
     return chosen
 

@@ -21,10 +21,24 @@ def distances(cell: Cell, traces: list[Trace], seed: int, family: str) -> dict[s
     """What is compared: how far off it is, in units of what is allowed."""
     named = dict(zip(FACTORS, cell, strict=True))
     first = traces[0]
-    wrong = [f"the module's {name} on rank {rank}" for rank, trace in enumerate(traces) for name in trace.stale]
-    wrong += [f"losses of rank {rank}" for rank, trace in enumerate(traces) if trace.losses != first.losses]
-    wrong += [f"norms of rank {rank}" for rank, trace in enumerate(traces) if trace.norms != first.norms]
-    wrong += [f"balances of rank {rank}" for rank, trace in enumerate(traces) if trace.balances != first.balances]
+    wrong = [
+        f"the module's {name} on rank {rank}"
+        for rank, trace in enumerate(traces)
+        for name in trace.stale
+    ]
+    wrong += [
+        f"losses of rank {rank}"
+        for rank, trace in enumerate(traces)
+        if trace.losses != first.losses
+    ]
+    wrong += [
+        f"norms of rank {rank}" for rank, trace in enumerate(traces) if trace.norms != first.norms
+    ]
+    wrong += [
+        f"balances of rank {rank}"
+        for rank, trace in enumerate(traces)
+        if trace.balances != first.balances
+    ]
     wrong += ["nothing was clipped"] * (min(first.norms) <= CLIP)
     far = dict.fromkeys(wrong, math.inf)
     micro_batches = micro_batches_of(cell)
@@ -32,4 +46,6 @@ def distances(cell: Cell, traces: list[Trace], seed: int, family: str) -> dict[s
         return far | of_fp32(first, seed, family, micro_batches=micro_batches)
     shards = int(named["tensor"][3:]) if named["sequence"] == "SP" else 1
     summed_in = torch.bfloat16 if named["dtype"] == "bf16" else torch.float32
-    return far | of_bf16(first, seed, family, int(named["stage"][5:]), micro_batches, shards, summed_in)
+    return far | of_bf16(
+        first, seed, family, int(named["stage"][5:]), micro_batches, shards, summed_in
+    )

@@ -1,7 +1,7 @@
 """Mistakes that people make in a config: what is changed, and what the one line has to say.
 
-`RIGHT` is a config without one. Each mistake names the key that the message starts with and words of its remedy, so
-that the same table serves the unit tests and the commands.
+`RIGHT` is a config without one. Each mistake names the key that the message starts with and words
+of its remedy, so that the same table serves the unit tests and the commands.
 """
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ RIGHT: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 1.0,
     "bf16": {"enabled": True},
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-    "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 10, "total_num_steps": "auto"}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1},
+    },
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"warmup_num_steps": 10, "total_num_steps": "auto"},
+    },
     "zero_optimization": {"stage": 2},
     "zero_tp": {
         "model": {
@@ -61,7 +67,9 @@ class Mistake:
     @property
     def name(self) -> str:
         """A short name for the test's report."""
-        return ",".join(f"{path}={'-' if value is Missing else value}" for path, value in self.changes.items())[:70]
+        return ",".join(
+            f"{path}={'-' if value is Missing else value}" for path, value in self.changes.items()
+        )[:70]
 
     def config(self) -> dict[str, Any]:
         """RIGHT with the changes."""
@@ -84,7 +92,9 @@ def with_changes(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str
 
 def changed(changes: Mapping[str, Any] = MappingProxyType({}), **others: Any) -> dict[str, Any]:
     """RIGHT with values at dotted paths; in a keyword `__` stands for the dot."""
-    return with_changes(RIGHT, {**changes, **{path.replace("__", "."): value for path, value in others.items()}})
+    return with_changes(
+        RIGHT, {**changes, **{path.replace("__", "."): value for path, value in others.items()}}
+    )
 
 
 def written(folder: Path, config: dict[str, Any] = RIGHT, name: str = "run.json") -> Path:
@@ -100,7 +110,11 @@ def mistake(key: str, words: str | tuple[str, ...], *, value: Any) -> Mistake:
 
 MISTAKES: tuple[Mistake, ...] = (
     # Names
-    mistake("zero_optimisation", ("unknown key", 'did you mean "zero_optimization"?'), value={"stage": 1}),
+    mistake(
+        "zero_optimisation",
+        ("unknown key", 'did you mean "zero_optimization"?'),
+        value={"stage": 1},
+    ),
     mistake("zero_tp.paralel", 'did you mean "parallel"?', value={"tensor": 2}),
     mistake("zero_tp.parallel.tensors", 'did you mean "tensor"?', value=2),
     mistake("zero_tp.training.step", 'did you mean "steps"?', value=100),
@@ -109,11 +123,19 @@ MISTAKES: tuple[Mistake, ...] = (
     mistake("zero_tp.model.attn_implementation", "use zero_tp.attention", value="eager"),
     mistake("zero_tp.model.torch_dtype", "use bf16.enabled or fp16.enabled", value="bfloat16"),
     mistake("zero_tp.model.n_layers", 'did you mean "n_layer"?', value=2),
-    mistake("zero_optimization.reduce_buckets_size", 'did you mean "reduce_bucket_size"?', value=5e8),
-    mistake("zero_optimization.offload_optimizer.pin_memroy", 'did you mean "pin_memory"?', value=True),
+    mistake(
+        "zero_optimization.reduce_buckets_size", 'did you mean "reduce_bucket_size"?', value=5e8
+    ),
+    mistake(
+        "zero_optimization.offload_optimizer.pin_memroy", 'did you mean "pin_memory"?', value=True
+    ),
     mistake("optimizer.params.weight_decey", 'did you mean "weight_decay"?', value=0.1),
     mistake("scheduler.params.warmup_steps", 'did you mean "warmup_num_steps"?', value=10),
-    mistake("activation_checkpointing.partitioned_activations", 'did you mean "partition_activations"?', value=False),
+    mistake(
+        "activation_checkpointing.partitioned_activations",
+        'did you mean "partition_activations"?',
+        value=False,
+    ),
     mistake("data_types.grad_accumulation_dtype", 'did you mean "grad_accum_dtype"?', value="fp32"),
     mistake("checkpoint", "use zero_tp.checkpoint", value={"load_universal": False}),
     mistake("flops_profiler.enable", 'did you mean "enabled"?', value=True),
@@ -131,7 +153,9 @@ MISTAKES: tuple[Mistake, ...] = (
     mistake("train_micro_batch_size_per_gpu", "expected an integer", value=True),
     mistake("zero_optimization.stage", "0, 1, 2", value=4),
     mistake("zero_optimization", "expected an object", value=2),
-    Mistake({"optimizer.params.betas": ["a", 0.9]}, "optimizer.params.betas.0", ("expected a number",)),
+    Mistake(
+        {"optimizer.params.betas": ["a", 0.9]}, "optimizer.params.betas.0", ("expected a number",)
+    ),
     Mistake({"optimizer.params.betas": 0.9}, "optimizer.params.betas", ("expected a list",)),
     mistake("optimizer.params.lr", '"auto" is not known for this key', value="auto"),
     mistake("zero_tp.model.n_head", "expected an integer", value="four"),
@@ -142,14 +166,22 @@ MISTAKES: tuple[Mistake, ...] = (
     # Missing
     mistake("zero_tp", "required", value=Missing),
     mistake("zero_tp.training.steps", "required", value=Missing),
-    Mistake({"zero_tp.training.tokens": 10**9}, "zero_tp.training.steps", ("given with zero_tp.training.tokens",)),
+    Mistake(
+        {"zero_tp.training.tokens": 10**9},
+        "zero_tp.training.steps",
+        ("given with zero_tp.training.tokens",),
+    ),
     mistake("zero_tp.model.model_type", ("required", "gpt2"), value=Missing),
     mistake("optimizer", "required", value=Missing),
     mistake("optimizer.params.lr", "required", value=Missing),
     mistake("train_micro_batch_size_per_gpu", ("required", "train_batch_size"), value=Missing),
     # Sums
-    mistake("zero_tp.parallel.tensor", ("tensor 3 × data 1.333 ≠ world 4", "multiple of 3"), value=3),
-    mistake("train_batch_size", ("64 ≠ micro 4 × accumulation 2 × data 2 (= 16)", "auto"), value=64),
+    mistake(
+        "zero_tp.parallel.tensor", ("tensor 3 × data 1.333 ≠ world 4", "multiple of 3"), value=3
+    ),
+    mistake(
+        "train_batch_size", ("64 ≠ micro 4 × accumulation 2 × data 2 (= 16)", "auto"), value=64
+    ),
     Mistake(
         {"train_batch_size": 20, "gradient_accumulation_steps": "auto"},
         "train_batch_size",
@@ -162,8 +194,14 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     mistake("zero_tp.model.n_embd", "hidden size 66 ≠ heads 4 × head size 16.5", value=66),
     mistake("zero_tp.data.sequence_length", ("129 tokens", "n_positions"), value=129),
-    mistake("zero_tp.data.sequence_length", ("127 ≠ tensor 2 × 63.5", "zero_tp.parallel.sequence"), value=127),
-    mistake("scheduler.params.total_num_steps", "refused below the steps of warm-up and decay", value=5),
+    mistake(
+        "zero_tp.data.sequence_length",
+        ("127 ≠ tensor 2 × 63.5", "zero_tp.parallel.sequence"),
+        value=127,
+    ),
+    mistake(
+        "scheduler.params.total_num_steps", "refused below the steps of warm-up and decay", value=5
+    ),
     # Removed, renamed, refused, not built
     mistake("elasticity", ("DeepSpeed has removed it", "batch size"), value={"enabled": True}),
     mistake("zero_optimization.mics_shard_size", "DeepSpeed has removed it", value=8),
@@ -180,16 +218,32 @@ MISTAKES: tuple[Mistake, ...] = (
         "zero_tp.objective",
         ("bert is no causal decoder", 'set it to "masked"'),
     ),
-    mistake("zero_tp.objective", ("gpt2 is a causal decoder", "train another model"), value={"type": "masked"}),
+    mistake(
+        "zero_tp.objective",
+        ("gpt2 is a causal decoder", "train another model"),
+        value={"type": "masked"},
+    ),
     mistake("zero_tp.model.scale_attn_weights", "gpt2 does not read it", value=False),
     # Weights from a directory
     *(
         Mistake({"zero_tp.model": {**model, name: value}}, f"zero_tp.model.{key}", words)
         for name, value, model, key, words in (
-            (FROM, "models/nowhere", {}, FROM, ("no directory models/nowhere", "Hugging Face model directory")),
+            (
+                FROM,
+                "models/nowhere",
+                {},
+                FROM,
+                ("no directory models/nowhere", "Hugging Face model directory"),
+            ),
             (FROM, 7, {}, FROM, ("expected a string", "directory")),
             (FROM, "/", {}, FROM, ("no config.json in /", "give")),
-            (FROM, "models/gpt2", {"n_layer": 2}, "n_layer", ("models/gpt2 decides it", "leave it out", "attn_pdrop")),
+            (
+                FROM,
+                "models/gpt2",
+                {"n_layer": 2},
+                "n_layer",
+                ("models/gpt2 decides it", "leave it out", "attn_pdrop"),
+            ),
             ("from_pretraind", "models/gpt2", {}, "model_type", ("required", "from_pretrained")),
         )
     ),

@@ -27,5 +27,11 @@ def start_state(config: RunConfig, run: Path, step: int = 0) -> Any:
     run.mkdir(exist_ok=True)
     printed: list[str] = []
     return types.SimpleNamespace(
-        is_rank_zero=True, directory=run, config=config, step=step, error=None, print=printed.append, printed=printed
+        is_rank_zero=True,
+        directory=run,
+        config=config,
+        step=step,
+        error=None,
+        print=printed.append,
+        printed=printed,
     )

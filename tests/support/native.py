@@ -30,13 +30,21 @@ def to_ours(config: PretrainedConfig, theirs: Mapping[str, Tensor]) -> dict[str,
 def to_theirs(config: PretrainedConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our whole parameters, or what belongs to each, under the names of Hugging Face's class."""
     weights = weights_of(config)
-    stacked = {weight.native_name: ours[weight.our_name] for weight in weights if weight.native_name is not None}
-    return stacked | tables.to_hf([weight for weight in weights if weight.native_name is None], ours.__getitem__)
+    stacked = {
+        weight.native_name: ours[weight.our_name]
+        for weight in weights
+        if weight.native_name is not None
+    }
+    return stacked | tables.to_hf(
+        [weight for weight in weights if weight.native_name is None], ours.__getitem__
+    )
 
 
 def native_model(config: PretrainedConfig, **options: Any) -> Any:
     """Transformers' own class, in fp32."""
-    return getattr(transformers, native_class_of(config))._from_config(config, dtype=torch.float32, **options)
+    return getattr(transformers, native_class_of(config))._from_config(
+        config, dtype=torch.float32, **options
+    )
 
 
 def perturbed(model: Any, scale: float = 0.1) -> Any:
@@ -48,11 +56,15 @@ def perturbed(model: Any, scale: float = 0.1) -> Any:
 
 
 def our_class(config: PretrainedConfig) -> Any:
-    return ZeroTPForCausalLM if architecture_of(config).spec(config).causal else ZeroTPForPreTraining
+    return (
+        ZeroTPForCausalLM if architecture_of(config).spec(config).causal else ZeroTPForPreTraining
+    )
 
 
 def native_tensors(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of every parameter of a live model. Collective over all ranks."""
+    """(Hugging Face name, whole tensor) of every parameter of a live model. Collective over all
+    ranks.
+    """
     parameters = dict(model.named_parameters())
     dtype = next(model.parameters()).dtype
     for entry in live_entries(parameters, model.config, model.topology.tensor_group, dtype):
@@ -64,13 +76,16 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def check_gradients(model: ParallelModel, reference: Any) -> int:
-    """Every gradient is that of the twin, and no weight of either is without one; the number of gradients.
+    """Every gradient is that of the twin, and no weight of either is without one; the number of
+    gradients.
 
     Collective over the model's TP group.
     """
     theirs = gradients(reference)
     weights = weights_of(model.config)
-    assert {name for weight in weights for name in weight.names} == file_tensors(weights, theirs).keys()
+    assert {name for weight in weights for name in weight.names} == file_tensors(
+        weights, theirs
+    ).keys()
     ours = whole_gradients(model)
     check_close(ours, to_ours(model.config, theirs))
     return len(ours)
@@ -83,7 +98,9 @@ class Native(WholeWeights):
         super().__init__(to_ours(model.config, model.state_dict()))
 
 
-def parallel_model(reference: Any, topology: Topology, attention: str | None = None, **options: Any) -> Any:
+def parallel_model(
+    reference: Any, topology: Topology, attention: str | None = None, **options: Any
+) -> Any:
     """This rank's part of a Hugging Face model, by default with its attention."""
     config = copy.deepcopy(reference.config)
     config._attn_implementation = attention or config._attn_implementation

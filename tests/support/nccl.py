@@ -1,13 +1,16 @@
-"""Collectives on the simulated accelerator (tests/support/streams.py), ordered as torch's ProcessGroupNCCL orders them.
+"""Collectives on the simulated accelerator (tests/support/streams.py), ordered as torch's
+ProcessGroupNCCL orders them.
 
-gloo computes them. An asynchronous collective is enqueued on the stream of its group, behind the work that the current
-stream has so far. Its output is NaN until it has run, and its tensors are kept alive until `wait()`, which makes the
-current stream wait and runs nothing. With `async_op=False` a collective is enqueued on the current stream
-(ProcessGroupNCCL::collective of torch 2.13).
+gloo computes them. An asynchronous collective is enqueued on the stream of its group, behind the
+work that the current stream has so far. Its output is NaN until it has run, and its tensors are
+kept alive until `wait()`, which makes the current stream wait and runs nothing. With
+`async_op=False` a collective is enqueued on the current stream (ProcessGroupNCCL::collective of
+torch 2.13).
 
-All collectives of a group run in the order in which they were issued, on any stream: NCCL's kernels wait for the
-communicator's `deviceStream` (ncclLaunchPrepare). Before one runs, the ranks of the group compare its name, shapes and
-dtypes, so that a different order fails on all of them instead of hanging.
+All collectives of a group run in the order in which they were issued, on any stream: NCCL's kernels
+wait for the communicator's `deviceStream` (ncclLaunchPrepare). Before one runs, the ranks of the
+group compare its name, shapes and dtypes, so that a different order fails on all of them instead of
+hanging.
 """
 
 from __future__ import annotations
@@ -59,7 +62,9 @@ class Group:
         self._end_of_last: Work = lambda: None
 
     def enqueue(self, stream: Stream, collective: str, run: Callable[[], Any]) -> Work:
-        """Enqueue a collective on a stream, behind the one before it; return the event of its end."""
+        """Enqueue a collective on a stream, behind the one before it; return the event of its
+        end.
+        """
         self.issued.append(collective)
         number = len(self.issued)
 
@@ -79,8 +84,12 @@ class Group:
 
 
 def check_same(number: int, ranks: tuple[int, ...], collectives: list[str]) -> None:
-    each = "; ".join(f"rank {rank}: {collective}" for rank, collective in zip(ranks, collectives, strict=True))
-    assert len(set(collectives)) == 1, f"collective {number} of a group differs between ranks: {each}"
+    each = "; ".join(
+        f"rank {rank}: {collective}" for rank, collective in zip(ranks, collectives, strict=True)
+    )
+    assert len(set(collectives)) == 1, (
+        f"collective {number} of a group differs between ranks: {each}"
+    )
 
 
 def poison(output: Tensor) -> None:
@@ -94,7 +103,9 @@ class Collectives:
     def __init__(self, computing: Computing) -> None:
         self._computing = computing
         self._groups: dict[str, Group] = {}
-        self._handle: Handle | None = None  # torch keeps the C++ half alone, until it has returned this one
+        self._handle: Handle | None = (
+            None  # torch keeps the C++ half alone, until it has returned this one
+        )
 
     def issue(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Enqueue a collective of torch.ops.c10d. The first argument of each is its output."""
@@ -102,13 +113,22 @@ class Collectives:
         named = {argument.name: argument.default_value for argument in function._schema.arguments}
         named |= dict(zip(named, args, strict=False)) | kwargs
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor)]
-        assert all(tensor.fake_device.type != "cpu" for tensor in tensors), "NCCL takes no tensors of the host"
-        inputs = {id(computing.memory(leaf)) for leaf in tree_leaves(args[1:]) if isinstance(leaf, FakeTensor)}
+        assert all(tensor.fake_device.type != "cpu" for tensor in tensors), (
+            "NCCL takes no tensors of the host"
+        )
+        inputs = {
+            id(computing.memory(leaf))
+            for leaf in tree_leaves(args[1:])
+            if isinstance(leaf, FakeTensor)
+        }
         for output in tree_leaves(args[0]) if inputs else ():  # the others work in place
             if id(computing.memory(output)) not in inputs:
                 computing.current_stream().enqueue(partial(poison, computing.real(output)))
         group = self._group(dist.ProcessGroup.unbox(named["process_group"]))
-        collective = f"{function._schema.name} {[(list(tensor.shape), str(tensor.dtype)) for tensor in tensors]}"
+        collective = (
+            f"{function._schema.name} "
+            f"{[(list(tensor.shape), str(tensor.dtype)) for tensor in tensors]}"
+        )
         run = partial(function, *tree_map(computing.real, args), **kwargs)
         if named["async_op"]:
             self._handle = self._asynchronous(group, collective, run, tensors)
@@ -118,7 +138,9 @@ class Collectives:
         boxed = self._handle.boxed()
         return boxed if len(function._schema.returns) == 1 else (args[0], boxed)
 
-    def _asynchronous(self, group: Group, collective: str, run: Callable[[], Any], tensors: Sequence[Tensor]) -> Handle:
+    def _asynchronous(
+        self, group: Group, collective: str, run: Callable[[], Any], tensors: Sequence[Tensor]
+    ) -> Handle:
         group.asynchronous += 1
         group.stream.wait_stream(self._computing.current_stream())
         stashed = [tensors]  # WorkNCCL's `stashed_for_allocator_safety_`
@@ -139,10 +161,13 @@ class Collectives:
     def count(self) -> tuple[int, int]:
         """How many collectives this rank has issued, and how many of them are asynchronous."""
         groups = self._groups.values()
-        return sum(len(group.issued) for group in groups), sum(group.asynchronous for group in groups)
+        return sum(len(group.issued) for group in groups), sum(
+            group.asynchronous for group in groups
+        )
 
     def end_step(self) -> None:
-        """Compare each group's collectives and their order over its ranks, then run what still waits.
+        """Compare each group's collectives and their order over its ranks, then run what still
+        waits.
 
         Collective over the world.
         """
@@ -153,7 +178,9 @@ class Collectives:
         members = {name: ranks for groups in of_ranks for name, (ranks, _) in groups.items()}
         for name, ranks in members.items():
             issued = [of_ranks[rank].get(name, (ranks, []))[1] for rank in ranks]
-            for number, collectives in enumerate(itertools.zip_longest(*issued, fillvalue="none"), 1):
+            for number, collectives in enumerate(
+                itertools.zip_longest(*issued, fillvalue="none"), 1
+            ):
                 check_same(number, ranks, list(collectives))
         for group in self._groups.values():
             group.stream.synchronize()

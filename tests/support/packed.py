@@ -30,8 +30,9 @@ def pieces_apart(
 ) -> Tensor:
     """SDPA on each piece by itself. [b·s, heads, d] → [b·s, heads, d].
 
-    A token at i sees those from i - left to i + right, both included, as flash attention's README defines its windows,
-    and transformers uses them (a sliding window of w is (w - 1, …)); a negative size has no bound.
+    A token at i sees those from i - left to i + right, both included, as flash attention's README
+    defines its windows, and transformers uses them (a sliding window of w is (w - 1, …)); a
+    negative size has no bound.
     """
     starts = cu_seq_q.tolist()
     assert cu_seq_q.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k)
@@ -44,13 +45,17 @@ def pieces_apart(
         at = torch.arange(end - start)
         back = at[:, None] - at[None, :]
         seen = (back <= left) & (back >= -right)
-        mixed.append(F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=enable_gqa)[0].transpose(0, 1))
+        mixed.append(
+            F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=enable_gqa)[0].transpose(0, 1)
+        )
     return torch.cat(mixed)
 
 
 @contextmanager
 def packed_kernels() -> Iterator[mock.Mock]:
-    """Lets every device and dtype take documents and windows without a mask, by `pieces_apart`; gives its calls."""
+    """Lets every device and dtype take documents and windows without a mask, by `pieces_apart`;
+    gives its calls.
+    """
     dtypes = (torch.float32, torch.float64, torch.bfloat16)
     with (
         mock.patch.object(devices, "runs_varlen", lambda _: True),

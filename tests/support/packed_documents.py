@@ -24,9 +24,11 @@ OF_LLAMA: dict[str, Any] = {
 
 
 def token_losses_apart(model: Any, tokens: Tensor, documents: Tensor) -> tuple[Tensor, int]:
-    """Each piece of a document run by itself: the sum of its losses, of all rows, and how many tokens were predicted.
+    """Each piece of a document run by itself: the sum of its losses, of all rows, and how many
+    tokens were predicted.
 
-    A piece predicts the tokens after its own within the document, one of which may be a row's last target.
+    A piece predicts the tokens after its own within the document, one of which may be a row's last
+    target.
     """
     total, count = torch.zeros(()), 0
     for row, numbers in zip(tokens, documents, strict=True):
@@ -43,7 +45,12 @@ def dynamic_model(seed: int = 0) -> Any:
     """A Llama whose frequencies depend on the length."""
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     config = AutoConfig.for_model(
-        "llama", vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **OF_LLAMA, rope_parameters=dynamic
+        "llama",
+        vocab_size=VOCABULARY,
+        bos_token_id=0,
+        eos_token_id=0,
+        **OF_LLAMA,
+        rope_parameters=dynamic,
     )
     torch.manual_seed(seed)
     return perturbed(AutoModelForCausalLM.from_config(config).eval())

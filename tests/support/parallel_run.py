@@ -1,4 +1,6 @@
-"""A parallel run, from its JSON config through `RunConfig` to `TrainingEngine` as launch/pretrain.py makes it."""
+"""A parallel run, from its JSON config through `RunConfig` to `TrainingEngine` as
+launch/pretrain.py makes it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from zero_tp.run.config import RunConfig
 
 
 def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False, **options: Any) -> Trace:
-    """The run of a config file on this pool's ranks. On every rank; only rank 0's trace has tensors.
+    """The run of a config file on this pool's ranks. On every rank; only rank 0's trace has
+    tensors.
 
     Args:
         more_steps: at the default eps, whose losses are added.
@@ -52,7 +55,9 @@ def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False, **optio
             micro = drawn_batches(engine.model, topology, seed, step, config.accumulation)
         assert len(micro) == config.accumulation
         assert all(len(as_batch(batch).input_ids) == config.micro_batch for batch in micro)
-        trace.losses.append(engine.train_step([batch.to(engine.device) for batch in map(as_batch, micro)]))
+        trace.losses.append(
+            engine.train_step([batch.to(engine.device) for batch in map(as_batch, micro)])
+        )
         trace.norms.append(engine.gradient_norm)
         trace.balances += [value for name, value in engine.figures.items() if name == "aux_loss"]
         if step == 0:
@@ -73,9 +78,15 @@ def drawn_batches(model: Any, topology: Any, seed: int, step: int, accumulation:
         return rows.chunk(topology.data)[topology.data_rank].chunk(accumulation)
 
     if model.causal:
-        return [(rows[:, :-1], rows[:, 1:]) for rows in own(batch_of(seed, step, model.config.vocab_size))]
+        return [
+            (rows[:, :-1], rows[:, 1:])
+            for rows in own(batch_of(seed, step, model.config.vocab_size))
+        ]
     parts = {name: own(rows) for name, rows in masked_rows(seed, step, model.config).items()}
-    return [MaskedBatch({name: part[number] for name, part in parts.items()}) for number in range(accumulation)]
+    return [
+        MaskedBatch({name: part[number] for name, part in parts.items()})
+        for number in range(accumulation)
+    ]
 
 
 def corpus_batches(config: RunConfig, topology: Any, step: int) -> list[Any]:
@@ -88,7 +99,9 @@ def corpus_batches(config: RunConfig, topology: Any, step: int) -> list[Any]:
 
 
 def whole_tensors(engine: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:
-    """TP-local tensors by our names → whole fp32 copies by Hugging Face's. Collective over the TP group."""
+    """TP-local tensors by our names → whole fp32 copies by Hugging Face's. Collective over the
+    TP group.
+    """
     from tests.support.native import to_theirs
 
     group = engine.topology.tensor_group
@@ -96,21 +109,31 @@ def whole_tensors(engine: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:
         name: unshard(local[name].detach().float(), parameter, group)
         for name, parameter in engine.model.named_parameters()
     }
-    return {name: tensor.cpu().clone() for name, tensor in to_theirs(engine.model.config, found).items()}
+    return {
+        name: tensor.cpu().clone() for name, tensor in to_theirs(engine.model.config, found).items()
+    }
 
 
 def optimizer_tensors(engine: Any, key: str | None = None) -> dict[str, Tensor]:
-    """The whole fp32 weights, or with `key` one of Adam's moments, from what the optimizer holds. Collective."""
+    """The whole fp32 weights, or with `key` one of Adam's moments, from what the optimizer
+    holds. Collective.
+    """
     from zero_tp.engine.zero.states import MASTER, local_shape
     from zero_tp.parallel.collectives import all_reduce
 
     states = engine.zero.states()
-    local = {name: torch.zeros(local_shape(weight)) for name, weight in engine.model.named_parameters()}
+    local = {
+        name: torch.zeros(local_shape(weight)) for name, weight in engine.model.named_parameters()
+    }
     for fragment in states.fragments:
         shard = local[fragment.name].view(-1)
         shard[fragment.span.whole] = states.get(fragment, key or MASTER)
-    if engine.deepspeed_engine.zero_optimization_stage() > 0:  # each data-parallel rank holds its own run
-        local = {name: all_reduce(tensor, engine.topology.data_group) for name, tensor in local.items()}
+    if (
+        engine.deepspeed_engine.zero_optimization_stage() > 0
+    ):  # each data-parallel rank holds its own run
+        local = {
+            name: all_reduce(tensor, engine.topology.data_group) for name, tensor in local.items()
+        }
     return whole_tensors(engine, local)
 
 

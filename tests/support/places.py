@@ -17,7 +17,8 @@ from zero_tp.run.checkpoint.reader import CheckpointReader
 MORE = 10
 MODELS = {
     "gpt2": MODEL | dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0),
-    # 2 KV heads: whole at TP 1, split at TP 2, replicated at TP 4; 3: replicated at TP 2 and 4, unevenly used.
+    # 2 KV heads: whole at TP 1, split at TP 2, replicated at TP 4; 3: replicated at TP 2 and 4,
+    # unevenly used.
     **{
         f"{count} KV heads": {
             "model_type": "qwen3",
@@ -52,8 +53,14 @@ class Place:
 
     @property
     def name(self) -> str:
-        sp, offload = "SP " if self.sequence else "", "" if self.offload == "none" else f" {self.offload}"
-        place = f"TP {self.tensor} × DP {self.world // self.tensor} {sp}ZeRO-{self.stage} {self.dtype}{offload}"
+        sp, offload = (
+            "SP " if self.sequence else "",
+            "" if self.offload == "none" else f" {self.offload}",
+        )
+        place = (
+            f"TP {self.tensor} × DP {self.world // self.tensor} {sp}ZeRO-{self.stage} "
+            f"{self.dtype}{offload}"
+        )
         return place if self.model == "gpt2" else f"{self.model} {place}"
 
     def write(self, path: Path, draw: random.Random) -> Path:
@@ -61,7 +68,9 @@ class Place:
         rows = BATCH * self.tensor // self.world
         write_config(path, self.stage, self.dtype, self.tensor, self.offload, seed=5)
         config: dict[str, Any] = json.loads(path.read_text())
-        config["gradient_accumulation_steps"] = draw.choice([count for count in (1, 2, 3, 4) if rows % count == 0])
+        config["gradient_accumulation_steps"] = draw.choice(
+            [count for count in (1, 2, 3, 4) if rows % count == 0]
+        )
         config["gradient_clipping"] = 0.5
         config["optimizer"]["params"]["eps"] = 1e-3
         config["scheduler"]["params"]["warmup_num_steps"] = 6
@@ -95,4 +104,8 @@ def contents(run: Path, step: int) -> dict[tuple[str, str], Tensor]:
     checkpoint = step_directory(run, step)
     manifest = read_manifest(checkpoint)
     reader = CheckpointReader(checkpoint, manifest)
-    return {(name, kind): reader.whole(name, kind) for name in reader.parameters for kind in manifest.kinds}
+    return {
+        (name, kind): reader.whole(name, kind)
+        for name in reader.parameters
+        for kind in manifest.kinds
+    }

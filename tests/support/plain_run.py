@@ -1,4 +1,5 @@
-"""The run that a parallel one is compared with: transformers' own class with torch's AdamW in one process.
+"""The run that a parallel one is compared with: transformers' own class with torch's AdamW in one
+process.
 
 Both start with the weights that zero_tp draws from the seed, and see the same batches.
 """
@@ -28,10 +29,11 @@ from zero_tp.parallel.topology import Topology
 STEPS, MORE_STEPS = 4, 10
 # The gradients of these models have norms from 0.2 to 1, so that every step is clipped.
 CLIP = 0.1
-# Key biases have a gradient of exactly zero: at the default eps Adam would blow its rounding noise up.
+# Key biases have a gradient of exactly zero: at the default eps Adam would blow its rounding noise
+# up.
 EPS, DEFAULT_EPS = 1e-3, 1e-8
-# A higher rate amplifies the rounding of bf16: at 1e-2, 3e-3 and 1e-3 the first moments of equally plain runs are after
-# 4 steps up to 1.7, 1.3 and 1.2 times as far from fp32 as one another.
+# A higher rate amplifies the rounding of bf16: at 1e-2, 3e-3 and 1e-3 the first moments of equally
+# plain runs are after 4 steps up to 1.7, 1.3 and 1.2 times as far from fp32 as one another.
 LEARNING_RATE, WEIGHT_DECAY, BETAS = 1e-3, 0.1, (0.9, 0.95)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 GLOBAL_BATCH = 24
@@ -91,9 +93,14 @@ def initial_model(seed: int, family: str, start: torch.dtype, **kernels: Any) ->
 
 
 def draw_weights(model: Any, config: Any, seed: int, start: torch.dtype = torch.float32) -> None:
-    """Give Hugging Face's model the weights that a run of this config, seed and dtype starts with."""
+    """Give Hugging Face's model the weights that a run of this config, seed and dtype starts
+    with.
+    """
     ours = our_class(config)(config, Topology(world=1), seed=seed, dtype=start)
-    named, drawn = dict(model.named_parameters()), to_theirs(ours.config, dict(ours.named_parameters()))
+    named, drawn = (
+        dict(model.named_parameters()),
+        to_theirs(ours.config, dict(ours.named_parameters())),
+    )
     assert drawn.keys() == named.keys()
     with torch.no_grad():
         for name, weight in named.items():
@@ -118,13 +125,16 @@ def plain(
     Args:
         start: dtype of the weights that the run starts with.
         dtype: that the model computes in.
-        summed_in: dtype in which the gradients of a step's micro-batches are added; `dtype` where None.
+        summed_in: dtype in which the gradients of a step's micro-batches are added; `dtype` where
+            None.
         more_steps: at the default eps, whose losses are added.
         losses_of: of other data than `batch_of`.
         kernels: see `initial_model`.
     """
     model = initial_model(seed, family, start, **kernels)
-    masters = {name: nn.Parameter(weight.detach().clone()) for name, weight in model.named_parameters()}
+    masters = {
+        name: nn.Parameter(weight.detach().clone()) for name, weight in model.named_parameters()
+    }
     nn.Module.to(model, dtype)
     named = dict(model.named_parameters())
     matrices = [weight for weight in masters.values() if weight.ndim > 1]
@@ -142,14 +152,18 @@ def plain(
         if getattr(output, "aux_loss", None) is not None:
             balances.append(output.aux_loss.item())
             chosen = model.config.num_experts_per_tok
-            trace.margin = min(trace.margin, *(margin(logits, chosen) for logits in output.router_logits))
+            trace.margin = min(
+                trace.margin, *(margin(logits, chosen) for logits in output.router_logits)
+            )
 
     model.register_forward_hook(record_routers)
     for step in range(STEPS + more_steps):
         if step == STEPS:
             for group in optimizer.param_groups:
                 group["eps"] = DEFAULT_EPS
-        gradients = {name: torch.zeros_like(weight, dtype=summed_in) for name, weight in named.items()}
+        gradients = {
+            name: torch.zeros_like(weight, dtype=summed_in) for name, weight in named.items()
+        }
         losses = []
         for loss in (losses_of or partial(whole_losses, seed, micro_batches))(model, step):
             losses.append(loss)
@@ -168,7 +182,10 @@ def plain(
         with torch.no_grad():
             for name, weight in named.items():
                 weight.copy_(masters[name])
-        moments = {key: {name: optimizer.state[master][key] for name, master in masters.items()} for key in MOMENTS}
+        moments = {
+            key: {name: optimizer.state[master][key] for name, master in masters.items()}
+            for key in MOMENTS
+        }
         if step == 0:
             trace.gradients = copied(gradients)
             trace.clipped = norm(*moments["exp_avg"].values()) / (1 - BETAS[0])
@@ -191,7 +208,9 @@ def whole_losses(seed: int, micro_batches: int, model: Any, step: int) -> Iterat
 
 
 def masked_losses(rows: dict[str, Tensor], micro_batches: int, model: Any) -> Iterator[Tensor]:
-    """The mean over all masked tokens, and the mean over the rows of the loss of their segments' order."""
+    """The mean over all masked tokens, and the mean over the rows of the loss of their segments'
+    order.
+    """
     count = (rows["labels"] != IGNORE_INDEX).sum()
     for number in range(micro_batches):
         part = {name: each.chunk(micro_batches)[number] for name, each in rows.items()}

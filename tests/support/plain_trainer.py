@@ -16,7 +16,11 @@ class PlainTrainer:
         vars(self).update(options)
 
 
-BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1}}
+BATCH = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    "zero_optimization": {"stage": 1},
+}
 
 
 def plugin_of(config: dict[str, Any]) -> Any:

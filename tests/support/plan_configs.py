@@ -36,48 +36,112 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "mixtral": {"num_key_value_heads": 4, "num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen2_moe": {
-        **{"num_key_value_heads": 4, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
-        **{"shared_expert_intermediate_size": 256, "mlp_only_layers": [1], "output_router_logits": True},
+        **{
+            "num_key_value_heads": 4,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+        },
+        **{
+            "shared_expert_intermediate_size": 256,
+            "mlp_only_layers": [1],
+            "output_router_logits": True,
+        },
     },
     "qwen3_moe": {
-        **{"num_key_value_heads": 4, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 128},
+        **{
+            "num_key_value_heads": 4,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 128,
+        },
         **{"decoder_sparse_step": 2, "head_dim": 32},
     },
-    "olmoe": {"num_experts": 6, "num_experts_per_tok": 4, "output_router_logits": True, "clip_qkv": 3.0},
+    "olmoe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 4,
+        "output_router_logits": True,
+        "clip_qkv": 3.0,
+    },
     "bert": {"hidden_act": "gelu"},
     "megatron-bert": {},
 }
 DOCUMENTS = "zero_tp.data.document_attention=reset"
 WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 32}
 WINDOWS |= {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
-WINDOWS_OF_7 = f"zero_tp.model.layer_types={json.dumps([WINDOWS['layer_types'][number % 2] for number in range(7)])}"
+LAYERS_OF_7 = [WINDOWS["layer_types"][number % 2] for number in range(7)]
+WINDOWS_OF_7 = f"zero_tp.model.layer_types={json.dumps(LAYERS_OF_7)}"
 MASKED = 'zero_tp.objective={"type": "masked", "mask_probability": 0.15}'
-WIDER = ["data_types.grad_accum_dtype=fp32", "gradient_accumulation_steps=2", "zero_tp.parallel.tensor=1"]
-BUFFER = 'activation_checkpointing={"contiguous_memory_optimization": true, "number_checkpoints": 24}'
+WIDER = [
+    "data_types.grad_accum_dtype=fp32",
+    "gradient_accumulation_steps=2",
+    "zero_tp.parallel.tensor=1",
+]
+BUFFER = (
+    'activation_checkpointing={"contiguous_memory_optimization": true, "number_checkpoints": 24}'
+)
 
 
 def family(name: str, *overrides: str, model: dict[str, Any] | None = None) -> list[str]:
-    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "num_attention_heads": 8}
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+    }
     limits = {"vocab_size": 1000, "max_position_embeddings": 256}
-    whole: dict[str, Any] = {"model_type": name, **sizes, **limits, **FAMILIES[name], **(model or {})}
+    whole: dict[str, Any] = {
+        "model_type": name,
+        **sizes,
+        **limits,
+        **FAMILIES[name],
+        **(model or {}),
+    }
     return [f"zero_tp.model={json.dumps(whole)}", *overrides, *WIDE]
 
 
-# What differs from BASE (GPT-2, TP 2, SP, ZeRO-1, bf16, sdpa with dropout), and in a run of how many ranks.
+# What differs from BASE (GPT-2, TP 2, SP, ZeRO-1, bf16, sdpa with dropout), and in a run of how
+# many ranks.
 CONFIGS = [
     ["zero_optimization.stage=0", "zero_tp.parallel.tensor=1"],
     ["zero_optimization.stage=0", 'bf16={"enabled":false}', *WIDE],
     ["zero_optimization.stage=1", "zero_tp.recompute=full", *WIDE],
-    ["zero_optimization.stage=1", "gradient_accumulation_steps=2", "zero_tp.parallel.sequence=false"],
-    ["zero_optimization.stage=1", "zero_optimization.overlap_comm=true", "zero_tp.attention=eager", *WIDE],
+    [
+        "zero_optimization.stage=1",
+        "gradient_accumulation_steps=2",
+        "zero_tp.parallel.sequence=false",
+    ],
+    [
+        "zero_optimization.stage=1",
+        "zero_optimization.overlap_comm=true",
+        "zero_tp.attention=eager",
+        *WIDE,
+    ],
     ["zero_optimization.stage=2", "zero_tp.parallel.tensor=4", *WIDE],
     ["zero_optimization.stage=2", "zero_tp.recompute=selective", "zero_tp.attention=eager", *WIDE],
-    ["zero_optimization.stage=2", "gradient_accumulation_steps=2", "zero_tp.model.attn_pdrop=0.0", *WIDE],
+    [
+        "zero_optimization.stage=2",
+        "gradient_accumulation_steps=2",
+        "zero_tp.model.attn_pdrop=0.0",
+        *WIDE,
+    ],
     ["zero_optimization.stage=2", f"zero_optimization.offload_optimizer{OFFLOAD}"],
-    ["zero_optimization.stage=2", "zero_tp.model.tie_word_embeddings=false", "optimizer.params.torch_adam=false"],
+    [
+        "zero_optimization.stage=2",
+        "zero_tp.model.tie_word_embeddings=false",
+        "optimizer.params.torch_adam=false",
+    ],
     ["zero_optimization.stage=3", "zero_tp.recompute=full", "zero_tp.model.attn_pdrop=0.0", *WIDE],
-    ["zero_optimization.stage=3", "zero_optimization.stage3_max_reuse_distance=300000", "zero_tp.parallel.tensor=1"],
-    ["zero_optimization.stage=3", f"zero_optimization.offload_optimizer{OFFLOAD}", "gradient_accumulation_steps=2"],
+    [
+        "zero_optimization.stage=3",
+        "zero_optimization.stage3_max_reuse_distance=300000",
+        "zero_tp.parallel.tensor=1",
+    ],
+    [
+        "zero_optimization.stage=3",
+        f"zero_optimization.offload_optimizer{OFFLOAD}",
+        "gradient_accumulation_steps=2",
+    ],
     [
         "zero_optimization.stage=3",
         f"zero_optimization.offload_optimizer{OFFLOAD}",
@@ -86,38 +150,78 @@ CONFIGS = [
         *WIDE,
     ],
     family("llama", "zero_optimization.stage=1"),
-    family("llama", "zero_optimization.stage=3", "zero_tp.attention=eager", "zero_tp.parallel.tensor=1"),
+    family(
+        "llama", "zero_optimization.stage=3", "zero_tp.attention=eager", "zero_tp.parallel.tensor=1"
+    ),
     family("mistral", "zero_optimization.stage=2", "zero_tp.recompute=full"),
-    family("qwen2", "zero_optimization.stage=2", "zero_tp.recompute=selective", "zero_tp.attention=eager"),
+    family(
+        "qwen2",
+        "zero_optimization.stage=2",
+        "zero_tp.recompute=selective",
+        "zero_tp.attention=eager",
+    ),
     family("qwen3", "zero_optimization.stage=3", "zero_tp.parallel.sequence=false"),
     family("gpt_neox", "zero_optimization.stage=1"),
-    family("gpt_neox", "zero_optimization.stage=2", "zero_tp.recompute=full", "zero_tp.attention=eager"),
+    family(
+        "gpt_neox", "zero_optimization.stage=2", "zero_tp.recompute=full", "zero_tp.attention=eager"
+    ),
     family("llama", "zero_optimization.stage=1", DOCUMENTS),
     ["zero_optimization.stage=2", "zero_tp.attention=eager", DOCUMENTS, *WIDE],
     ["zero_optimization.stage=3", "zero_tp.recompute=selective", DOCUMENTS, *WIDE],
     family("qwen2", "zero_optimization.stage=1", model=WINDOWS),
     family(
-        "qwen3", "zero_optimization.stage=2", "zero_tp.recompute=selective", "zero_tp.attention=eager", model=WINDOWS
+        "qwen3",
+        "zero_optimization.stage=2",
+        "zero_tp.recompute=selective",
+        "zero_tp.attention=eager",
+        model=WINDOWS,
     ),
-    ["zero_optimization.stage=2", "zero_optimization.contiguous_gradients=true", "zero_tp.parallel.tensor=4", *WIDE],
+    [
+        "zero_optimization.stage=2",
+        "zero_optimization.contiguous_gradients=true",
+        "zero_tp.parallel.tensor=4",
+        *WIDE,
+    ],
     family("megatron-bert", "zero_optimization.stage=1", MASKED),
-    family("bert", "zero_optimization.stage=2", 'zero_tp.recompute={"mode":"selective","modules":["norm"]}', MASKED),
+    family(
+        "bert",
+        "zero_optimization.stage=2",
+        'zero_tp.recompute={"mode":"selective","modules":["norm"]}',
+        MASKED,
+    ),
     ["zero_optimization.stage=1", *WIDER],
     ["zero_optimization.stage=2", *WIDER, *WIDE],
     ["zero_optimization.stage=3", *WIDER],
     ["zero_optimization.stage=3", "zero_tp.parallel.tensor=1"],
     ["zero_optimization.stage=1", "zero_tp.parallel.tensor=1", "optimizer.params.fused=false"],
     ["zero_optimization.stage=3", "zero_tp.recompute=full", BUFFER, *WIDE],
-    ["zero_optimization.stage=2", "zero_tp.recompute=full", BUFFER, "zero_tp.parallel.sequence=false", *WIDE],
-    ["zero_optimization.stage=2", f"zero_optimization.offload_optimizer{OFFLOAD}", "gradient_accumulation_steps=2"],
-    ["zero_optimization.stage=2", f"zero_optimization.offload_optimizer{OFFLOAD}", 'bf16={"enabled":false}'],
+    [
+        "zero_optimization.stage=2",
+        "zero_tp.recompute=full",
+        BUFFER,
+        "zero_tp.parallel.sequence=false",
+        *WIDE,
+    ],
+    [
+        "zero_optimization.stage=2",
+        f"zero_optimization.offload_optimizer{OFFLOAD}",
+        "gradient_accumulation_steps=2",
+    ],
+    [
+        "zero_optimization.stage=2",
+        f"zero_optimization.offload_optimizer{OFFLOAD}",
+        'bf16={"enabled":false}',
+    ],
     family("mixtral", "zero_optimization.stage=1"),
     family("qwen2_moe", "zero_optimization.stage=2", "zero_tp.recompute=selective"),
     family("qwen3_moe", "zero_optimization.stage=1", "zero_tp.recompute=full"),
     family("olmoe", "zero_optimization.stage=3", "zero_tp.attention=eager"),
 ]
 GATHERED = ["zero_optimization.stage=3", "zero_tp.parallel.tensor=1"]
-GATHERED += [f"zero_optimization.stage3_{name}=0" for name in ("param_persistence_threshold", "prefetch_bucket_size")]
+GATHERED += [
+    f"zero_optimization.stage3_{name}=0"
+    for name in ("param_persistence_threshold", "prefetch_bucket_size")
+]
 CONFIGS += [
     [*GATHERED, "zero_tp.recompute=full"],
     ["zero_optimization.stage=1", "optimizer.params.amsgrad=true"],
@@ -127,16 +231,20 @@ CONFIGS += [
 ]
 WORLD = 4
 NAMES = [
-    " ".join(re.sub(r'.*"model_type": "([\w-]+)".*', r"\1", one).split(".")[-1] for one in config) for config in CONFIGS
+    " ".join(re.sub(r'.*"model_type": "([\w-]+)".*', r"\1", one).split(".")[-1] for one in config)
+    for config in CONFIGS
 ]
 
 
-# The second tier has every eighth, ZeRO-3 with offload, M_D under SP, full recomputation with ZeRO-2, windows, and the
-# last five.
+# The second tier has every eighth, ZeRO-3 with offload, M_D under SP, full recomputation with
+# ZeRO-2, windows, and the last five.
 SECOND = (29, 34, 35, 37, 41, 43, *range(len(CONFIGS) - 5, len(CONFIGS)))
 TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 8), *SECOND)}
 MARKS: dict[str, Any] = {"thorough": THOROUGH, "heavy": pytest.mark.heavy}
-CASES = [pytest.param(number, id=name, marks=MARKS[TIERS.get(number, "heavy")]) for number, name in enumerate(NAMES)]
+CASES = [
+    pytest.param(number, id=name, marks=MARKS[TIERS.get(number, "heavy")])
+    for number, name in enumerate(NAMES)
+]
 
 
 def load(overrides: list[str]) -> RunConfig:

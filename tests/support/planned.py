@@ -1,10 +1,12 @@
-"""Steps of a real DeepSpeed engine with real tensors, as one rank of a world whose other ranks do not exist.
+"""Steps of a real DeepSpeed engine with real tensors, as one rank of a world whose other ranks do
+not exist.
 
     DS_ACCELERATOR=cpu python -m tests.support.planned 8 0 < configs.json        # rank 0 of 8
 
-Reads a list of lists of `--set` overrides on top of BASE; prints one JSON object a line: the peak that torch's
-MemTracker counts in the first and the second step, the bytes of the optimizer's moments before and after the first, and
-beside each what planning gives. A process of its own, because DeepSpeed keeps its process groups in module globals.
+Reads a list of lists of `--set` overrides on top of BASE; prints one JSON object a line: the peak
+that torch's MemTracker counts in the first and the second step, the bytes of the optimizer's
+moments before and after the first, and beside each what planning gives. A process of its own,
+because DeepSpeed keeps its process groups in module globals.
 """
 
 from __future__ import annotations
@@ -42,11 +44,15 @@ def moments(trainer: Any) -> int:
 
 
 def peak_of_step(trainer: Any, batches: list[Any], before: set[int]) -> int:
-    """Return the peak bytes of tensors in one step, without storages that existed `before` the engine."""
+    """Return the peak bytes of tensors in one step, without storages that existed `before` the
+    engine.
+    """
     gc.collect()
     tracker = MemTracker()
     # Engines before this one leave some of their tensors behind.
-    tracker.track_external(*(each for each in tensors_alive() if each.untyped_storage()._cdata not in before))
+    tracker.track_external(
+        *(each for each in tensors_alive() if each.untyped_storage()._cdata not in before)
+    )
     begin = trainer.activations.begin_micro_batch
 
     def begin_micro_batch(index: int) -> None:
@@ -75,16 +81,27 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
     resets = block.data.document_attention == "reset"
     batch: AnyBatch = Batch(tokens, tokens, *([torch.zeros_like(tokens)] * 2 if resets else []))
     if block.masked is not None:
-        masked = torch.arange(block.data.sequence_length) < config.label_fraction * block.data.sequence_length
+        masked = (
+            torch.arange(block.data.sequence_length)
+            < config.label_fraction * block.data.sequence_length
+        )
         ones = torch.ones_like(tokens)
-        names = {"token_type_ids": ones, "attention_mask": ones, "labels": tokens.masked_fill(~masked, -100)}
-        batch = MaskedBatch({"input_ids": tokens, **names, "next_sentence_label": ones[:, 0]}).to(trainer.device)
+        names = {
+            "token_type_ids": ones,
+            "attention_mask": ones,
+            "labels": tokens.masked_fill(~masked, -100),
+        }
+        batch = MaskedBatch({"input_ids": tokens, **names, "next_sentence_label": ones[:, 0]}).to(
+            trainer.device
+        )
     batches = [batch] * config.accumulation
     before_first = moments(trainer)
     first_peak = peak_of_step(trainer, batches, before)
     after_first = moments(trainer)
     peak = peak_of_step(trainer, batches, before)
-    parameters = sum(int(getattr(each, "ds_numel", each.numel())) for each in trainer.model.parameters())
+    parameters = sum(
+        int(getattr(each, "ds_numel", each.numel())) for each in trainer.model.parameters()
+    )
     trainer.deepspeed_engine.destroy()
     del trainer
     gc.collect()
@@ -94,7 +111,10 @@ def measure(overrides: list[str], world: int) -> dict[str, Any]:
     first_planned = max(each.total + each.host for each in first_points)
     return {
         "moments": [before_first, after_first],
-        "planned_moments": later.bytes["optimizer"] + later.host - first.bytes["optimizer"] - first.host,
+        "planned_moments": later.bytes["optimizer"]
+        + later.host
+        - first.bytes["optimizer"]
+        - first.host,
         "overrides": overrides,
         "parameters": parameters,
         "first": [first_peak, first_planned],

@@ -1,4 +1,6 @@
-"""The side of a pool that runs on a rank: it calls functions, and restores the process after each."""
+"""The side of a pool that runs on a rank: it calls functions, and restores the process after
+each.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ from zero_tp.run.process.node import die_with
 
 T = TypeVar("T")
 
-# DeepSpeed keeps the mpu, groups, contexts and activation checkpointing's settings in the globals of these modules.
-# All plain values in them are restored, so that a global which a new version adds is too.
+# DeepSpeed keeps the mpu, groups, contexts and activation checkpointing's settings in the globals
+# of these modules. All plain values in them are restored, so that a global which a new version adds
+# is too.
 DEEPSPEED_MODULES = (
     "deepspeed.comm.comm",
     "deepspeed.utils.groups",
@@ -40,7 +43,8 @@ _cached_groups: set[Any] = set()
 
 
 def pack(value: Any) -> bytes:
-    # torch.save copies tensors into the bytes; torch's own pickling for processes passes descriptors of shared memory.
+    # torch.save copies tensors into the bytes; torch's own pickling for processes passes
+    # descriptors of shared memory.
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -51,10 +55,12 @@ def unpack(data: bytes) -> Any:
 
 
 def cached(key: Hashable, factory: Callable[[], T]) -> T:
-    """On a rank: what `factory()` returned the first time, kept until the pool ends, with the process groups it made.
+    """On a rank: what `factory()` returned the first time, kept until the pool ends, with the
+    process groups it made.
 
-    For what is costly and never changed: a topology, a reference model (no engine: those are destroyed after each run).
-    Every rank has to ask for it in the same run, as for anything that makes process groups.
+    For what is costly and never changed: a topology, a reference model (no engine: those are
+    destroyed after each run). Every rank has to ask for it in the same run, as for anything that
+    makes process groups.
     """
     if key not in _cache:
         before = set(_groups())
@@ -63,13 +69,20 @@ def cached(key: Hashable, factory: Callable[[], T]) -> T:
     return _cache[key]
 
 
-def rank_main(connection: Connection, rank: int, world: int, environment: dict[str, str], output: str) -> None:
+def rank_main(
+    connection: Connection, rank: int, world: int, environment: dict[str, str], output: str
+) -> None:
     """Join the group, then call the functions that arrive until the connection closes.
 
-    Each function has two replies: its result, then "ready" once the process is restored; or one, an error.
+    Each function has two replies: its result, then "ready" once the process is restored; or one, an
+    error.
     """
-    die_with(psutil.Process(os.getppid()))  # the fork server, which ends when pytest does, however that happens
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; pytest ends the ranks itself
+    die_with(
+        psutil.Process(os.getppid())
+    )  # the fork server, which ends when pytest does, however that happens
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; pytest ends the ranks itself
     os.environ.clear()
     os.environ.update(environment)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -96,7 +109,15 @@ def rank_main(connection: Connection, rank: int, world: int, environment: dict[s
             reply = pack(("ready",))
         except BaseException as error:
             arguments = options = None
-            reply = pack(("error", time.monotonic(), type(error).__name__, str(error), traceback.format_exc()))
+            reply = pack(
+                (
+                    "error",
+                    time.monotonic(),
+                    type(error).__name__,
+                    str(error),
+                    traceback.format_exc(),
+                )
+            )
             failed = True
         connection.send_bytes(reply)
         if failed:
@@ -112,13 +133,16 @@ def _join_group(rank: int, world: int) -> None:
 
     torch.set_num_threads(1)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # DeepSpeed calls collectives that torch 2.13 calls deprecated, which would fill the output of every failure.
+    # DeepSpeed calls collectives that torch 2.13 calls deprecated, which would fill the output of
+    # every failure.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore(address, port, is_master=False, wait_for_workers=False)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     disable_shared_memory_collectives()
-    deepspeed.init_distributed("gloo", verbose=False)  # finds the group and puts deepspeed.comm on it
+    deepspeed.init_distributed(
+        "gloo", verbose=False
+    )  # finds the group and puts deepspeed.comm on it
 
 
 class _State:
@@ -130,7 +154,10 @@ class _State:
 
         self.folder = os.getcwd()
         self.values: list[tuple[dict[str, Any], str, Any]] = []
-        self.containers: list[tuple[Any, Any]] = [(os.environ, dict(os.environ)), (sys.path, list(sys.path))]
+        self.containers: list[tuple[Any, Any]] = [
+            (os.environ, dict(os.environ)),
+            (sys.path, list(sys.path)),
+        ]
         objects = (comm.timers, comm.comms_logger, checkpointing.get_cuda_rng_tracker())
         modules = map(importlib.import_module, DEEPSPEED_MODULES)
         for namespace in [vars(each) for each in (*modules, *objects)]:
@@ -142,12 +169,17 @@ class _State:
         self.restore()
 
     def restore(self) -> None:
-        """Restore the values, destroy engines and process groups, seed all generators; collective."""
+        """Restore the values, destroy engines and process groups, seed all generators;
+        collective.
+        """
         from transformers import set_seed
 
         for namespace, key, value in self.values:
             namespace[key] = value
-        for container, saved in self.containers:  # in place: other modules hold the same list or dictionary
+        for (
+            container,
+            saved,
+        ) in self.containers:  # in place: other modules hold the same list or dictionary
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(saved)
         os.chdir(self.folder)
@@ -162,19 +194,21 @@ class _State:
         for group in _groups():
             if group not in _cached_groups:
                 torch.distributed.destroy_process_group(group)
-        torch.distributed.barrier()  # every rank has left its groups before the next function makes new ones
+        # every rank has left its groups before the next function makes new ones
+        torch.distributed.barrier()
 
 
 def _destroy_engines() -> None:
     """Destroy every DeepSpeed engine and empty what its hooks hold.
 
-    An engine hangs on its parameters through autograd hooks, a cycle that the collector can't see: it would stay with
-    its groups' threads (measured: 3 threads and 5 descriptors an engine). Under ZeRO-3 destroy() leaves hooks.
+    An engine hangs on its parameters through autograd hooks, a cycle that the collector can't see:
+    it would stay with its groups' threads (measured: 3 threads and 5 descriptors an engine). Under
+    ZeRO-3 destroy() leaves hooks.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    # By their own type: `isinstance` would ask what a weak proxy stands for, which may be gone (torch's compiler has
-    # some).
+    # By their own type: `isinstance` would ask what a weak proxy stands for, which may be gone
+    # (torch's compiler has some).
     for engine in [each for each in gc.get_objects() if issubclass(type(each), DeepSpeedEngine)]:
         if vars(engine).get("_modules") is None:
             continue  # emptied before, but a hook still has the shell
@@ -191,4 +225,8 @@ def _groups() -> list[Any]:
         return []
     from torch.distributed import distributed_c10d
 
-    return [group for group in distributed_c10d._world.pg_map if group is not torch.distributed.group.WORLD]
+    return [
+        group
+        for group in distributed_c10d._world.pg_map
+        if group is not torch.distributed.group.WORLD
+    ]

@@ -1,15 +1,15 @@
 """Persistent pools of gloo ranks.
 
-`Pool.run(function, ...)` calls a module-level function on every rank of a world and returns the results in the order of
-the ranks. The ranks stay alive between calls: a process that imports torch, DeepSpeed and transformers costs about ten
-seconds, a fork of one that has imported them a fraction of a second, a call on living ranks 7 milliseconds (measured, 4
-ranks on 2 cores).
+`Pool.run(function, ...)` calls a module-level function on every rank of a world and returns the
+results in the order of the ranks. The ranks stay alive between calls: a process that imports torch,
+DeepSpeed and transformers costs about ten seconds, a fork of one that has imported them a fraction
+of a second, a call on living ranks 7 milliseconds (measured, 4 ranks on 2 cores).
 
-What a function may rely on, on each rank: torch.distributed (gloo) and deepspeed.comm are initialised, torch has one
-thread, the random generators of torch, numpy and Python are seeded with 0, the launcher's variables (RANK, LOCAL_RANK,
-WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are set. What it leaves behind is undone before the next one: process groups,
-engines, DeepSpeed's globals, default dtype, environment variables, the working directory. `cached` keeps what is worth
-keeping.
+What a function may rely on, on each rank: torch.distributed (gloo) and deepspeed.comm are
+initialised, torch has one thread, the random generators of torch, numpy and Python are seeded with
+0, the launcher's variables (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are set. What
+it leaves behind is undone before the next one: process groups, engines, DeepSpeed's globals,
+default dtype, environment variables, the working directory. `cached` keeps what is worth keeping.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from tests.support.waits import patience
 
 T = TypeVar("T")
 
-# Once one rank has failed, the others get this long to report too (seconds): most wait in a collective for ever.
+# Once one rank has failed, the others get this long to report too (seconds): most wait in a
+# collective for ever.
 GRACE = 1.0
 START_SECONDS = 120.0  # more for the first function after a start
 SHOWN_LINES = 100  # of what a rank printed, its stacks included
@@ -49,8 +50,8 @@ RANK_ENVIRONMENT = {
 class RankError(Exception):
     """A function failed on a rank.
 
-    `rank` is its number, `kind` the name of the exception's class (None after a time-out or a death), `message` its
-    text; str() also has that rank's traceback and what it had printed.
+    `rank` is its number, `kind` the name of the exception's class (None after a time-out or a
+    death), `message` its text; str() also has that rank's traceback and what it had printed.
     """
 
     def __init__(self, rank: int, text: str, kind: str | None = None, message: str = "") -> None:
@@ -61,7 +62,9 @@ class RankError(Exception):
 
 
 class Pool:
-    """`world` ranks, started at the first `run` and after each failure that may have left them out of step."""
+    """`world` ranks, started at the first `run` and after each failure that may have left them
+    out of step.
+    """
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -70,24 +73,33 @@ class Pool:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._store: Any = None
 
-    def run(self, function: Callable[..., T], *args: Any, timeout: float = 120, **kwargs: Any) -> list[T]:
-        """Call `function(*args, **kwargs)` on every rank and return the results by rank, tensors as copies.
+    def run(
+        self, function: Callable[..., T], *args: Any, timeout: float = 120, **kwargs: Any
+    ) -> list[T]:
+        """Call `function(*args, **kwargs)` on every rank and return the results by rank, tensors as
+        copies.
 
-        The function is sent by its name, so it stands at the top level of a module (a test module will do).
+        The function is sent by its name, so it stands at the top level of a module (a test module
+        will do).
 
         Raises:
-            RankError: with the traceback of the rank that failed first, or, after `timeout` seconds of an idle machine
-                (tests/support/waits.py), with the stacks of the ranks that did not answer.
+            RankError: with the traceback of the rank that failed first, or, after `timeout` seconds
+                of an idle machine (tests/support/waits.py), with the stacks of the ranks that did
+                not answer.
         """
         name = f"{function.__module__}:{function.__qualname__}"
         if "<" in name or function.__module__ == "__main__":
-            raise ValueError(f"{name}: only a function at the top level of a module can be sent to ranks")
+            raise ValueError(
+                f"{name}: only a function at the top level of a module can be sent to ranks"
+            )
         try:
             if not self._processes:
                 self._start()
                 timeout += START_SECONDS
             replies = self._exchange(pack((name, args, kwargs)), timeout, name)
-        except BaseException:  # also an interrupt, pytest-timeout: the ranks are in the middle of something
+        except (
+            BaseException
+        ):  # also an interrupt, pytest-timeout: the ranks are in the middle of something
             self.kill()
             raise
         errors = {rank: reply for rank, reply in replies.items() if reply[0] == "error"}
@@ -105,13 +117,25 @@ class Pool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.support.preloaded"])
         self._folder = tempfile.TemporaryDirectory(prefix="zero_tp_ranks_")
-        # The store is in this process: a port that a rank had to find free could be taken before it is used.
-        self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # The store is in this process: a port that a rank had to find free could be taken before it
+        # is used.
+        self._store = torch.distributed.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world}
+            variables = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": self.world,
+                "LOCAL_WORLD_SIZE": self.world,
+            }
             variables["MASTER_PORT"] = self._store.port
-            environment = dict(os.environ) | RANK_ENVIRONMENT | {key: str(value) for key, value in variables.items()}
+            environment = (
+                dict(os.environ)
+                | RANK_ENVIRONMENT
+                | {key: str(value) for key, value in variables.items()}
+            )
             arguments = (theirs, rank, self.world, environment, str(self._output_file(rank)))
             process = context.Process(target=rank_main, args=arguments, daemon=True)
             process.start()
@@ -120,7 +144,9 @@ class Pool:
             self._connections.append(ours)
 
     def _exchange(self, order: bytes, timeout: float, name: str) -> dict[int, Any]:
-        """Send an order and return the replies by rank, without ranks still silent `GRACE` after the first failure."""
+        """Send an order and return the replies by rank, without ranks still silent `GRACE` after
+        the first failure.
+        """
         replies: dict[int, Any] = {}
         timeout = patience(timeout)
         deadline = time.monotonic() + timeout
@@ -155,14 +181,19 @@ class Pool:
 
     def _death(self, rank: int, name: str, replies: dict[int, Any]) -> RankError:
         self._processes[rank].join(patience(5))
-        text = f"rank {rank} of {self.world} died in {name} with exit status {self._processes[rank].exitcode}"
+        text = (
+            f"rank {rank} of {self.world} died in {name} with exit status "
+            f"{self._processes[rank].exitcode}"
+        )
         others = "".join(f"\n{reply[-1]}" for reply in replies.values() if reply[0] == "error")
         return RankError(rank, text + self._output(rank) + others)
 
     def _silence(self, silent: list[int], timeout: float, name: str) -> RankError:
         for rank in silent:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        time.sleep(patience(0.5))  # faulthandler answers even where Python doesn't: inside a collective
+        time.sleep(
+            patience(0.5)
+        )  # faulthandler answers even where Python doesn't: inside a collective
         text = f"no answer from ranks {silent} of {self.world} in {name} after {timeout:.0f} s"
         return RankError(silent[0], text + "".join(map(self._output, silent)))
 

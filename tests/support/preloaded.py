@@ -22,6 +22,7 @@ import zero_tp.run.checkpoint.convert
 import zero_tp.run.checkpoint.save
 import zero_tp.run.checkpoint.start_point
 
-# A collection in a rank would write to every object, and so copy those pages: 0.45 s of processor time a rank.
+# A collection in a rank would write to every object, and so copy those pages: 0.45 s of processor
+# time a rank.
 gc.collect()
 gc.freeze()

@@ -1,4 +1,6 @@
-"""One rank of the jobs in test_promises.py: it runs steps without training until its case ends it."""
+"""One rank of the jobs in test_promises.py: it runs steps without training until its case ends
+it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,12 @@ def main() -> int:
             dist.all_reduce(torch.ones(1000))
             stop, save = requests.all_reduce(torch.device("cpu"))
             if rank == 0 and (step == 5 or save or stop):
-                print("five steps" if step == 5 else f"{'stopped' if stop else 'saved'} at step {step}", flush=True)
+                print(
+                    "five steps"
+                    if step == 5
+                    else f"{'stopped' if stop else 'saved'} at step {step}",
+                    flush=True,
+                )
             if stop:
                 break
             if step == 10 and rank == 1:

@@ -43,7 +43,11 @@ def draw_as_a_run(streams: RandomStreams, draw: Callable[[], Tensor]) -> list[Te
     later_snapshot = streams.snapshot()
     second = use(SHARED, PER_RANK)
     assert not any(map(torch.equal, first, second))
-    for replayed, expected in ((later_snapshot, second), (snapshot, first), (later_snapshot, second)):
+    for replayed, expected in (
+        (later_snapshot, second),
+        (snapshot, first),
+        (later_snapshot, second),
+    ):
         with streams.replaying(replayed):
             assert same(use(SHARED, PER_RANK), expected)
         outside.append(draw())

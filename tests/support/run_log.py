@@ -1,4 +1,6 @@
-"""A run's log and metrics file without a model: what `StepLogger`, `Validation` and `MetricsFile` write."""
+"""A run's log and metrics file without a model: what `StepLogger`, `Validation` and
+`MetricsFile` write.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from zero_tp.run.run_callbacks import Validation
 from zero_tp.run.step_logger import RunProgress, StepLogger
 
 
-def train_state(directory: Path, *, rank: int = 0, steps: int = 4, step: int = 0, figures: Sequence[str] = ()) -> Any:
+def train_state(
+    directory: Path, *, rank: int = 0, steps: int = 4, step: int = 0, figures: Sequence[str] = ()
+) -> Any:
     """Return a state whose engine and config have what the log reads."""
     config: Any = SimpleNamespace(zero_tp=SimpleNamespace(training=SimpleNamespace(steps=steps)))
     model = SimpleNamespace(figures=tuple(figures))

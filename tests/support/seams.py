@@ -1,7 +1,8 @@
 """Draw a seam: a corpus, a tokenizer's make, a model type and a way on which they meet.
 
-One question: are the ids and the loss of a page what transformers computes with the tokenizer of the corpus, or was the
-way refused. A page is refused exactly where the tokenizers that meet give it other ids.
+One question: are the ids and the loss of a page what transformers computes with the tokenizer of
+the corpus, or was the way refused. A page is refused exactly where the tokenizers that meet give it
+other ids.
 """
 
 from __future__ import annotations
@@ -55,14 +56,18 @@ def _other_numbers(tokenizer: PreTrainedTokenizerFast) -> None:
 
     backend = tokenizer.backend_tokenizer
     words = [pre_tokenizers.Digits(individual_digits=False), pre_tokenizers.Split("e", "isolated")]
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*words, *filter(None, [backend.pre_tokenizer])])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*words, *filter(None, [backend.pre_tokenizer])]
+    )
 
 
 def _lower_case(tokenizer: PreTrainedTokenizerFast) -> None:
     from tokenizers import normalizers
 
     backend = tokenizer.backend_tokenizer
-    backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *filter(None, [backend.normalizer])])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Lowercase(), *filter(None, [backend.normalizer])]
+    )
 
 
 VARIANTS: dict[str, Callable[[PreTrainedTokenizerFast], None]] = {
@@ -95,7 +100,14 @@ class Seam:
         chance, ways = random.Random(seed), list(WAYS)
         make = chance.choice(list(MAKES))
         other = chance.choice([*VARIANTS, chance.choice([name for name in MAKES if name != make])])
-        return cls(make, other, chance.choice(CAUSAL_TYPES), ways[seed % len(ways)], chance.choice(PAGES), seed)
+        return cls(
+            make,
+            other,
+            chance.choice(CAUSAL_TYPES),
+            ways[seed % len(ways)],
+            chance.choice(PAGES),
+            seed,
+        )
 
 
 class Workplace:
@@ -115,20 +127,31 @@ class Workplace:
 
     def _prepare(self, name: str, tokenizer: Path) -> Path:
         source = write_jsonl(self.folder / f"{name}.jsonl", PAGES)
-        return prepare([source], self.folder / "data" / name, PrepareSettings(str(tokenizer), 1), progress=False).output
+        return prepare(
+            [source],
+            self.folder / "data" / name,
+            PrepareSettings(str(tokenizer), 1),
+            progress=False,
+        ).output
 
     @cached_property
     def other(self) -> Path:
         """The directory of the tokenizer that is met."""
         seam = self.seam
-        return self._tokenizer(seam.make, seam.other) if seam.other in VARIANTS else self._tokenizer(seam.other)
+        return (
+            self._tokenizer(seam.make, seam.other)
+            if seam.other in VARIANTS
+            else self._tokenizer(seam.other)
+        )
 
     @cached_property
     def other_corpus(self) -> Path:
         return self._prepare("other", self.other)
 
     def inputs(self, **data: Any) -> RunInputs:
-        """The inputs of a run on the corpus; `data` has other entries of the block, and `tokenizer`."""
+        """The inputs of a run on the corpus; `data` has other entries of the block, and
+        `tokenizer`.
+        """
         tokenizer = data.pop("tokenizer", None)
         data = {"train": str(self.corpus / "train"), "sequence_length": LENGTH, **data}
         model = tiny_fields(self.seam.model_type, VOCABULARY)
@@ -154,8 +177,12 @@ class Workplace:
     def reference(self) -> Page:
         """By the tokenizer as it was made, and transformers' model."""
         model = native_model(self.config)
-        shapes = {name: tensor.shape for name, tensor in to_ours(self.config, model.state_dict()).items()}
-        theirs = to_theirs(self.config, {name: self.weights(name, shape) for name, shape in shapes.items()})
+        shapes = {
+            name: tensor.shape for name, tensor in to_ours(self.config, model.state_dict()).items()
+        }
+        theirs = to_theirs(
+            self.config, {name: self.weights(name, shape) for name, shape in shapes.items()}
+        )
         model.load_state_dict(theirs, strict=False)
         return page(MAKES[self.seam.make](), model, self.seam.page)
 
@@ -163,7 +190,9 @@ class Workplace:
         """Whether the other tokenizer gives all pages the ids of the corpus."""
         ours: Any = MAKES[self.seam.make]()
         theirs: Any = AutoTokenizer.from_pretrained(str(self.other))
-        return all(ours.encode(text, verbose=False) == theirs.encode(text, verbose=False) for text in PAGES)
+        return all(
+            ours.encode(text, verbose=False) == theirs.encode(text, verbose=False) for text in PAGES
+        )
 
 
 def page(tokenizer: Any, model: Any, text: str) -> Page:
@@ -176,13 +205,19 @@ def page(tokenizer: Any, model: Any, text: str) -> Page:
 def opened_page(workplace: Workplace, model: Path, tokenizer: Path | None = None) -> Page:
     """The page as evaluate and sample see it."""
     directory = open_directory(model, tokenizer=tokenizer)
-    return page(directory.tokenizer, directory.load_module(torch.float32, "cpu", Topology()), workplace.seam.page)
+    return page(
+        directory.tokenizer,
+        directory.load_module(torch.float32, "cpu", Topology()),
+        workplace.seam.page,
+    )
 
 
 def exported_page(workplace: Workplace, directory: Path) -> Page:
     """The page as transformers sees an export."""
     tokenizer = AutoTokenizer.from_pretrained(str(directory))
-    return page(tokenizer, AutoModelForCausalLM.from_pretrained(str(directory)), workplace.seam.page)
+    return page(
+        tokenizer, AutoModelForCausalLM.from_pretrained(str(directory)), workplace.seam.page
+    )
 
 
 @contextmanager
@@ -317,7 +352,9 @@ def check_seam(folder: Path, seam: Seam) -> bool:
         ids, loss = way(work)
     except UserError as error:
         assert not may_pass, f"{seam}: {error}"
-        shows_texts = str(error).count(" tokens (") in (2, 4) or "differ, though" in str(error)  # one or two, or none
+        shows_texts = str(error).count(" tokens (") in (2, 4) or "differ, though" in str(
+            error
+        )  # one or two, or none
         assert shows_texts and "\n" not in str(error), error
         return True
     assert may_pass, f"{seam}: not refused"

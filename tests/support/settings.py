@@ -1,4 +1,6 @@
-"""Engines of the tests: DeepSpeed's settings, the config of a small GPT-2, and replicas that train."""
+"""Engines of the tests: DeepSpeed's settings, the config of a small GPT-2, and replicas that
+train.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,19 @@ from zero_tp.run.config import RunConfig
 
 
 def deepspeed_settings(
-    stage: int, *, micro_batch: int = 1, accumulation: int = 1, dtype: str = "fp32", lr: float = 1e-3, **changes: Any
+    stage: int,
+    *,
+    micro_batch: int = 1,
+    accumulation: int = 1,
+    dtype: str = "fp32",
+    lr: float = 1e-3,
+    **changes: Any,
 ) -> dict[str, Any]:
     """Return DeepSpeed's config with torch's AdamW, and whole blocks of it changed.
 
     Args:
-        dtype: "fp32", "bf16", "bf16_fp32_accumulation" (bf16 with gradients summed in fp32) or "fp16" (scale 16).
+        dtype: "fp32", "bf16", "bf16_fp32_accumulation" (bf16 with gradients summed in fp32) or
+            "fp16" (scale 16).
     """
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
@@ -39,11 +48,24 @@ def deepspeed_settings(
 
 
 def gpt2_config(dropout: float = 0.0, **changes: Any) -> GPT2Config:
-    """Return the config of a GPT-2 of 2 layers, 4 heads, hidden 24, 24 positions and 61 tokens, changed."""
-    sizes: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_embd": 24, "n_positions": 24, "vocab_size": 61}
+    """Return the config of a GPT-2 of 2 layers, 4 heads, hidden 24, 24 positions and 61 tokens,
+    changed.
+    """
+    sizes: dict[str, Any] = {
+        "n_layer": 2,
+        "n_head": 4,
+        "n_embd": 24,
+        "n_positions": 24,
+        "vocab_size": 61,
+    }
     ids = {"bos_token_id": 0, "eos_token_id": 0}
     return GPT2Config(
-        **{**sizes, **ids, **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), dropout), **changes}
+        **{
+            **sizes,
+            **ids,
+            **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), dropout),
+            **changes,
+        }
     )
 
 
@@ -56,19 +78,23 @@ def engine_of(config: RunConfig, **options: Any) -> Any:
     if config.pretrained is not None:
         options.setdefault("source", PretrainedSource(config.pretrained, hf_config))
     topology = grid(run.parallel.tensor, run.parallel.sequence)
-    return TrainingEngine(hf_config, topology, config.engine_settings, **({"seed": run.training.seed} | options))
+    return TrainingEngine(
+        hf_config, topology, config.engine_settings, **({"seed": run.training.seed} | options)
+    )
 
 
 @contextlib.contextmanager
 def fp16_supported() -> Iterator[None]:
-    """DeepSpeed's CPU accelerator reports fp16 as unsupported because it is slow; inside the block it is supported."""
+    """DeepSpeed's CPU accelerator reports fp16 as unsupported because it is slow; inside the
+    block it is supported.
+    """
     from deepspeed.accelerator import get_accelerator
 
     with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
         yield
 
 
-# ---- replicas, for the tests of their guards ----------------------------------------------------------------------
+# ---- replicas, for the tests of their guards -----------------------------------------------------
 
 
 def settings_of(stage: int, dtype: str = "fp32") -> dict[str, Any]:
@@ -81,7 +107,9 @@ def replica(stage: int, dtype: str = "fp32", tensor: int = 1, **options: Any) ->
     from zero_tp.engine.engine import TrainingEngine
 
     config = gpt2_config(0.1, n_layer=1, vocab_size=50, n_positions=8)
-    return TrainingEngine.from_dict(config, Topology(tensor, tensor > 1), settings_of(stage, dtype), seed=1, **options)
+    return TrainingEngine.from_dict(
+        config, Topology(tensor, tensor > 1), settings_of(stage, dtype), seed=1, **options
+    )
 
 
 def rows(engine: Any, step: int = 0) -> list[Any]:

@@ -1,7 +1,8 @@
 """What a step on a simulated accelerator asks of the host, and what it gives its process group.
 
-Forward, backward and our part of the step run on fake tensors (zero_tp/tools/planning/simulated_accelerator.py), and
-every operation is looked at. DeepSpeed's engine does not run on fake tensors: a stub has its place.
+Forward, backward and our part of the step run on fake tensors
+(zero_tp/tools/planning/simulated_accelerator.py), and every operation is looked at. DeepSpeed's
+engine does not run on fake tensors: a stub has its place.
 """
 
 from __future__ import annotations
@@ -39,15 +40,32 @@ SHAPES = {"nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecut
 
 UNREPEATABLE = {
     *("avg_pool3d_backward", "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward"),
-    *("adaptive_max_pool2d_backward", "fractional_max_pool2d_backward", "fractional_max_pool3d_backward"),
+    *(
+        "adaptive_max_pool2d_backward",
+        "fractional_max_pool2d_backward",
+        "fractional_max_pool3d_backward",
+    ),
     *("max_unpool2d", "max_unpool3d", "upsample_linear1d_backward", "upsample_bilinear2d_backward"),
-    *("upsample_bicubic2d_backward", "upsample_trilinear3d_backward", "_upsample_bilinear2d_aa_backward"),
+    *(
+        "upsample_bicubic2d_backward",
+        "upsample_trilinear3d_backward",
+        "_upsample_bilinear2d_aa_backward",
+    ),
     *("reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward"),
-    *("nll_loss2d_forward", "_ctc_loss_backward", "_embedding_bag_backward", "put", "put_", "histc", "bincount"),
+    *(
+        "nll_loss2d_forward",
+        "_ctc_loss_backward",
+        "_embedding_bag_backward",
+        "put",
+        "put_",
+        "histc",
+        "bincount",
+    ),
     *("median", "nanmedian", "kthvalue", "grid_sampler_2d_backward", "grid_sampler_3d_backward"),
     *("cumsum", "cumsum_", "scatter_reduce", "scatter_reduce_"),
 }
-"""Operations that `torch.use_deterministic_algorithms` documents to raise on CUDA, all or some of their calls.
+"""Operations that `torch.use_deterministic_algorithms` documents to raise on CUDA, all or some of
+their calls.
 
 Of NLLLoss only the kernel for images does (`NLLLoss2d.cu`), not the one for rows of classes.
 """
@@ -57,7 +75,9 @@ ACCUMULATION = 2
 
 
 class Watching(TorchDispatchMode):
-    """Records operations for which host and device wait, or that NCCL refuses; counts results [.., s, s]."""
+    """Records operations for which host and device wait, or that NCCL refuses; counts results
+    [.., s, s].
+    """
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -65,13 +85,18 @@ class Watching(TorchDispatchMode):
         self.operations, self.collectives, self.squares, self.packed = 0, 0, 0, 0
         self.found: dict[str, None] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         self.operations += 1
         tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, Tensor)]
         there = [each for each in tensors if each.device.type != "cpu"]
         space, name = function.namespace, function._schema.name.split("::")[1]
-        self.squares += any(isinstance(each, Tensor) and each.shape[-2:] == self.square for each in tree_leaves(result))
+        self.squares += any(
+            isinstance(each, Tensor) and each.shape[-2:] == self.square
+            for each in tree_leaves(result)
+        )
         self.packed += name == "_varlen_attn"
         if space == "c10d":
             self.collectives += 1
@@ -90,22 +115,34 @@ class Watching(TorchDispatchMode):
         elif (
             there
             and name in ("index", "index_put_")
-            and any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+            and any(
+                isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8)
+                for each in args[1]
+            )
         ):
             self.found[f"{name} by a mask waits for a shape"] = None
         elif len(there) < len(tensors) and there and self._moves(name, tensors, args, kwargs or {}):
             self.found[f"{name} between host and device, for which both wait"] = None
         return result
 
-    def _moves(self, name: str, tensors: list[Tensor], args: Any, kwargs: Mapping[str, Any]) -> bool:
+    def _moves(
+        self, name: str, tensors: list[Tensor], args: Any, kwargs: Mapping[str, Any]
+    ) -> bool:
         if name in ("_to_copy", "copy_"):
             return not kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-        return any(each.device.type == "cpu" and each.dim() > 0 for each in tensors)  # numbers go with the launch
+        return any(
+            each.device.type == "cpu" and each.dim() > 0 for each in tensors
+        )  # numbers go with the launch
 
 
 def config_of(model_type: str, **fields: Any) -> Any:
     """A model with two layers."""
-    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "vocab_size": 96}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 2,
+        "vocab_size": 96,
+    }
     sizes |= {"max_position_embeddings": 64}
     sizes |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
     if model_type != "gpt2":
@@ -186,15 +223,23 @@ def stubbed(model: ParallelModel) -> Iterator[TrainingEngine]:
 
     with (
         mock.patch.object(deepspeed, "initialize", initialize),
-        mock.patch.object(guards, "_to_host", lambda pairs: [[0.0, 0.0]] * len(pairs)),  # fake tensors have no values
-        mock.patch.object(dist, "all_reduce", partial(all_reduce_of, dist.all_reduce, topology.data_group)),
+        mock.patch.object(
+            guards, "_to_host", lambda pairs: [[0.0, 0.0]] * len(pairs)
+        ),  # fake tensors have no values
+        mock.patch.object(
+            dist, "all_reduce", partial(all_reduce_of, dist.all_reduce, topology.data_group)
+        ),
     ):
         made: Any = TrainingEngine
         device = next(model.parameters()).device
-        yield made(model.config, topology, settings, seed=0, device=device, model=lambda *_, **__: model)
+        yield made(
+            model.config, topology, settings, seed=0, device=device, model=lambda *_, **__: model
+        )
 
 
-def all_reduce_of(reduce: Any, world: Any, tensor: Tensor, *arguments: Any, group: Any = None, **options: Any) -> Any:
+def all_reduce_of(
+    reduce: Any, world: Any, tensor: Tensor, *arguments: Any, group: Any = None, **options: Any
+) -> Any:
     """torch's all-reduce; that over the world is one over `world`."""
     return reduce(tensor, *arguments, group=group or world, **options)
 
@@ -214,7 +259,11 @@ def watched_step(model_type: str, workload: Workload, does: Does | None = None) 
         seen.found["an event is waited for"] = None
 
     with (
-        dryrun.fake_micro_batch(config_of(model_type), workload, all_layers=True) as (model, batch, _),
+        dryrun.fake_micro_batch(config_of(model_type), workload, all_layers=True) as (
+            model,
+            batch,
+            _,
+        ),
         stubbed(model) as made,
         mock.patch.object(simulated_accelerator._Stream, "synchronize", waits, create=True),
     ):

@@ -15,8 +15,13 @@ def skip_steps(skips: Callable[[int], bool]) -> None:
     run_step = TrainingEngine.run_step
 
     def step_with_overflow(engine: Any, *arguments: Any, **options: Any) -> None:
-        parameters = engine.model.parameters() if skips(engine.deepspeed_engine.global_steps + 1) else ()
-        hooks = [parameter.register_hook(lambda gradient: gradient * float("nan")) for parameter in parameters]
+        parameters = (
+            engine.model.parameters() if skips(engine.deepspeed_engine.global_steps + 1) else ()
+        )
+        hooks = [
+            parameter.register_hook(lambda gradient: gradient * float("nan"))
+            for parameter in parameters
+        ]
         run_step(engine, *arguments, **options)
         for hook in hooks:
             hook.remove()

@@ -21,12 +21,19 @@ def build(topology: Any, stage: int, *, dropout: float = 0.0, **changes: Any) ->
     dropouts: dict[str, Any] = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), dropout)
     reference = reference_model(**dropouts)
     micro_batch = BATCH // topology.data // ACCUMULATION
-    adamw = {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": DECAY, "torch_adam": True}}
+    adamw = {
+        "type": "AdamW",
+        "params": {"lr": LEARNING_RATE, "weight_decay": DECAY, "torch_adam": True},
+    }
     changes.setdefault("optimizer", adamw)
-    settings = deepspeed_settings(stage, micro_batch=micro_batch, accumulation=ACCUMULATION, **changes)
+    settings = deepspeed_settings(
+        stage, micro_batch=micro_batch, accumulation=ACCUMULATION, **changes
+    )
     config = copy.deepcopy(reference.config)
     return TrainingEngine.from_dict(config, topology, settings, seed=0, source=Native(reference))
 
 
 def tokens_of_step(step: int) -> Tensor:
-    return torch.randint(SIZES["vocab_size"], (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+    return torch.randint(
+        SIZES["vocab_size"], (BATCH, LENGTH), generator=torch.Generator().manual_seed(step)
+    )

@@ -15,17 +15,23 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def convert(packaged: Path, directory: Path) -> None:
-    """transformers dequantizes the package's GGUF; written as fp32 safetensors. Some seconds, 540 MB."""
+    """transformers dequantizes the package's GGUF; written as fp32 safetensors. Some seconds,
+    540 MB.
+    """
     logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(packaged, gguf_file=FILE, dtype=torch.float32)
     AutoTokenizer.from_pretrained(packaged, gguf_file=FILE).save_pretrained(directory)
     del model.config.quantization_config
-    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    state = {
+        name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"
+    }
     _write(directory, state, model.config)
 
 
 def with_heads(source: Path, directory: Path, heads: int, kv_heads: int) -> None:
-    """A copy that keeps the first heads and KV heads of each layer: another model, but one of real weights."""
+    """A copy that keeps the first heads and KV heads of each layer: another model, but one of
+    real weights.
+    """
     model: Any = AutoModelForCausalLM.from_pretrained(source)
     config = model.config
     config.num_attention_heads, config.num_key_value_heads = heads, kv_heads

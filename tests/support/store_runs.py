@@ -25,7 +25,8 @@ class Run(NamedTuple):
     """A run of micro-batches.
 
     Attributes:
-        values: the gradients by name, summed over the micro-batches, and under "losses" their losses.
+        values: the gradients by name, summed over the micro-batches, and under "losses" their
+            losses.
         moved: copies that have run after each forward and each backward.
         alive: bytes on the device and on the host at the same moments.
     """
@@ -36,12 +37,18 @@ class Run(NamedTuple):
 
 
 def run_simulated(
-    model: ZeroTPForCausalLM, tokens: Tensor, copies: str, settings: dict[str, Any], policy: dict[str, Any]
+    model: ZeroTPForCausalLM,
+    tokens: Tensor,
+    copies: str,
+    settings: dict[str, Any],
+    policy: dict[str, Any],
 ) -> Run:
     """What its copy on the accelerator computes."""
     with computing_accelerator(copies) as computing:
         there = model_there(model, computing)
-        ActivationMemory(there, RecomputePolicy(**policy), ActivationCheckpointing(**settings), computing.device)
+        ActivationMemory(
+            there, RecomputePolicy(**policy), ActivationCheckpointing(**settings), computing.device
+        )
         losses, moved, alive = [], [], []
         for one in tensor_there(tokens, computing):
             loss = there(one, shift_labels=one).loss
@@ -52,5 +59,7 @@ def run_simulated(
             alive.append(computing.alive())
             losses.append(loss.detach())
         values = [computing.read(loss) for loss in losses]
-        gradients = {name: computing.read(gradient_of(each)) for name, each in there.named_parameters()}
+        gradients = {
+            name: computing.read(gradient_of(each)) for name, each in there.named_parameters()
+        }
     return Run({"losses": torch.stack(values), **gradients}, moved, alive)

@@ -1,13 +1,17 @@
-"""A checker that finds what a GPU may run in another order: two accesses to the same bytes that nothing orders.
+"""A checker that finds what a GPU may run in another order: two accesses to the same bytes that
+nothing orders.
 
 It uses the happens-before relation, as torch.cuda._sanitizer does on CUDA:
 
-- Each operation belongs to the current stream, each collective to a stream of its group, as under NCCL.
-- If two streams access the same bytes and one of them writes, an event, a wait or a synchronisation must order them.
-- Freed memory returns to the stream that allocated it. A new tensor on that stream may reuse it, so other streams that
-  used it must be ordered before, or `record_stream` must name them.
+- Each operation belongs to the current stream, each collective to a stream of its group, as under
+  NCCL.
+- If two streams access the same bytes and one of them writes, an event, a wait or a synchronisation
+  must order them.
+- Freed memory returns to the stream that allocated it. A new tensor on that stream may reuse it, so
+  other streams that used it must be ordered before, or `record_stream` must name them.
 
-The checker cannot tell host memory from device memory: it does not check what the host reads of an offloaded copy.
+The checker cannot tell host memory from device memory: it does not check what the host reads of an
+offloaded copy.
 """
 
 from __future__ import annotations
@@ -41,7 +45,9 @@ WRAPPERS = (
 
 
 class RecordingStream:
-    """A stream that records which operations come before its next one: its own, and those it has waited for."""
+    """A stream that records which operations come before its next one: its own, and those it has
+    waited for.
+    """
 
     def __init__(self, checker: StreamChecker, name: str = "", **_: Any) -> None:
         self.checker, self.name = checker, name or f"side stream {len(checker.streams)}"
@@ -67,7 +73,9 @@ class RecordingStream:
 
 
 class RecordingEvent:
-    """An event that records what its stream had to do. It counts as done only once the host has waited for it."""
+    """An event that records what its stream had to do. It counts as done only once the host has
+    waited for it.
+    """
 
     def __init__(self, checker: StreamChecker, **_: Any) -> None:
         self.checker = checker
@@ -88,7 +96,9 @@ class RecordingEvent:
 
 @dataclass(frozen=True)
 class Access:
-    """A read or write of bytes start … end of a storage by the `number`-th operation of a stream."""
+    """A read or write of bytes start … end of a storage by the `number`-th operation of a
+    stream.
+    """
 
     stream: RecordingStream
     number: int
@@ -118,7 +128,8 @@ class StreamChecker(TorchDispatchMode):
         waits: how often the host has waited, by (kind of wait, library/file.py:function).
         streams: all streams, the default one first. current: the stream of the next operation.
         host: what the host knows to be done.
-        ignored_wait: library/file.py:function whose waits for collectives are ignored, as if they were missing.
+        ignored_wait: library/file.py:function whose waits for collectives are ignored, as if they
+            were missing.
     """
 
     def __init__(self) -> None:
@@ -153,14 +164,18 @@ class StreamChecker(TorchDispatchMode):
         self.waits["synchronize the device", _caller()[0]] += 1
 
     def unjoined(self) -> list[str]:
-        """Return the streams and collectives that neither the default stream nor the host has waited for."""
+        """Return the streams and collectives that neither the default stream nor the host has
+        waited for.
+        """
         clock = self.default.clock | self.host
         behind = [each.name for each in self.streams if clock[each] < each.clock[each]]
         return behind + [f"{what} is not waited for" for _, _, what, _ in self._works.values()]
 
-    # ---- operations --------------------------------------------------------------------------------------------------
+    # ---- operations ------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         space, name = function._schema.name.split("::")
@@ -171,13 +186,18 @@ class StreamChecker(TorchDispatchMode):
             self.host_waits(READ, self.current.clock)
         new = [
             tensor
-            for returned, value in zip(function._schema.returns, _values(function._schema, result), strict=True)
+            for returned, value in zip(
+                function._schema.returns, _values(function._schema, result), strict=True
+            )
             for tensor in tree_leaves(value)
             if returned.alias_info is None
         ]
         copies_shape = name.startswith("new_") or name.endswith("_like")
         read, written = [], [] if "empty" in name else new
-        named = {argument.name: value for argument, value in zip(function._schema.arguments, args, strict=False)}
+        named = {
+            argument.name: value
+            for argument, value in zip(function._schema.arguments, args, strict=False)
+        }
         for argument in function._schema.arguments:
             tensors = tree_leaves((named | kwargs).get(argument.name))
             if argument.alias_info is None:
@@ -187,7 +207,14 @@ class StreamChecker(TorchDispatchMode):
         self._run(self.current, name, read, written, new)
         return result
 
-    def _run(self, stream: RecordingStream, name: str, read: list[Any], written: list[Any], new: list[Any]) -> None:
+    def _run(
+        self,
+        stream: RecordingStream,
+        name: str,
+        read: list[Any],
+        written: list[Any],
+        new: list[Any],
+    ) -> None:
         stream.clock |= self.host
         stream.clock[stream] += 1
         for tensor in new:
@@ -203,9 +230,17 @@ class StreamChecker(TorchDispatchMode):
 
     def _access(self, stream: RecordingStream, name: str, tensor: Tensor, writes: bool) -> None:
         size, first = tensor.element_size(), int(tensor.storage_offset())
-        last = first + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        last = first + sum(
+            (length - 1) * stride
+            for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         access = Access(
-            stream, stream.clock[stream], first * size, (last + 1) * size, writes, f"{name} in {':'.join(_caller())}"
+            stream,
+            stream.clock[stream],
+            first * size,
+            (last + 1) * size,
+            writes,
+            f"{name} in {':'.join(_caller())}",
         )
         memory = self.memory(tensor, stream)
         kept = []
@@ -221,7 +256,10 @@ class StreamChecker(TorchDispatchMode):
     def _fault(self, access: Access, other: Access, done: str = "") -> None:
         verb = done or ("writes" if access.writes else "reads")
         before = "wrote" if other.writes else "read"
-        message = f"{access.what} on {access.stream.name} {verb} what {other.what} on {other.stream.name} {before}"
+        message = (
+            f"{access.what} on {access.stream.name} {verb} what {other.what} on "
+            f"{other.stream.name} {before}"
+        )
         self.faults[f"{message}: nothing orders them"] = None
 
     def memory(self, tensor: Tensor, owner: RecordingStream) -> Memory:
@@ -236,7 +274,8 @@ class StreamChecker(TorchDispatchMode):
         memory = self._memories.pop(address)
         del self._storages[address]
         for access in memory.accesses:
-            # The allocator keeps the memory until each recorded stream has finished its work of this moment.
+            # The allocator keeps the memory until each recorded stream has finished its work of
+            # this moment.
             if access.stream is not memory.owner and not any(
                 access.comes_before(each.clock) for each in memory.recorded
             ):
@@ -249,25 +288,37 @@ class StreamChecker(TorchDispatchMode):
                 access = Access(stream, 0, 0, 0, True, f"{name} in {':'.join(_caller())}")
                 self._fault(access, other, "may get the freed memory of")
 
-    # ---- collectives -------------------------------------------------------------------------------------------------
+    # ---- collectives -----------------------------------------------------------------------------
 
     def _communicate(self, name: str, schema: Any, args: Any, result: Any) -> None:
-        """Record a collective: it starts after the caller's stream, which continues without waiting for it."""
+        """Record a collective: it starts after the caller's stream, which continues without
+        waiting for it.
+        """
         names = [argument.name for argument in schema.arguments]
         group = ProcessGroup.unbox(args[names.index("process_group")]).group_name
         if group not in self._groups:
             self._groups[group] = RecordingStream(self, f"the stream of group {group}")
         stream = self._groups[group]
         stream.clock |= self.current.clock
-        # c10d's schemas have no alias annotations: arguments named input… are read, all others written.
-        read = tree_leaves([value for key, value in zip(names, args, strict=False) if key.startswith("input")])
-        written = tree_leaves([value for key, value in zip(names, args, strict=False) if not key.startswith("input")])
+        # c10d's schemas have no alias annotations: arguments named input… are read, all others
+        # written.
+        read = tree_leaves(
+            [value for key, value in zip(names, args, strict=False) if key.startswith("input")]
+        )
+        written = tree_leaves(
+            [value for key, value in zip(names, args, strict=False) if not key.startswith("input")]
+        )
         self._run(stream, name, read, written, [])
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.ScriptObject):
                 work = Work.unbox(leaf)
                 # The tensors stay alive until the wait, as in torch.
-                self._works[id(work)] = work, stream.record_event(), f"{name} in {':'.join(_caller())}", (read, written)
+                self._works[id(work)] = (
+                    work,
+                    stream.record_event(),
+                    f"{name} in {':'.join(_caller())}",
+                    (read, written),
+                )
 
     def waited(self, work: Work) -> None:
         if id(work) in self._works and _caller()[0] != self.ignored_wait:

@@ -1,13 +1,16 @@
-"""A simulated accelerator that computes: work that nothing orders runs as late as possible, or as early.
+"""A simulated accelerator that computes: work that nothing orders runs as late as possible, or as
+early.
 
-It builds on zero_tp/tools/planning/simulated_accelerator.py, whose tensors are fake. Here each storage has memory on
-the host, filled with NaN until something writes it, and every operation waits in the queue of its stream. A queue
-runs when another stream waits for one of its events, or when the host reads. With copies "late" computation runs at
-once, and the other streams only run when somebody waits for them. With copies "early" it is the reverse. So work
-without an order reads NaN or what a later tensor has left. The same holds for collectives (tests/support/nccl.py).
+It builds on zero_tp/tools/planning/simulated_accelerator.py, whose tensors are fake. Here each
+storage has memory on the host, filled with NaN until something writes it, and every operation waits
+in the queue of its stream. A queue runs when another stream waits for one of its events, or when
+the host reads. With copies "late" computation runs at once, and the other streams only run when
+somebody waits for them. With copies "early" it is the reverse. So work without an order reads NaN
+or what a later tensor has left. The same holds for collectives (tests/support/nccl.py).
 
-Freed memory returns to the stream that allocated it, whose next work overwrites it with NaN, unless `record_stream`
-named another stream. The host waits for a copy from or to memory that is not page-locked.
+Freed memory returns to the stream that allocated it, whose next work overwrites it with NaN, unless
+`record_stream` named another stream. The host waits for a copy from or to memory that is not
+page-locked.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ BATCH, HIDDEN, VOCABULARY = 2, 24, 50
 
 
 class Stream:
-    """A queue of work. An `eager` one runs each piece at once, with all that the piece waits for."""
+    """A queue of work. An `eager` one runs each piece at once, with all that the piece waits
+    for.
+    """
 
     def __init__(self, *, eager: bool) -> None:
         self.eager = eager
@@ -111,8 +116,9 @@ class Computing(TorchDispatchMode):
         copies: "late" or "early".
         moved: copies between the device and page-locked memory that have run.
         default_stream: the stream of computation.
-        most_reserved: the most bytes of the device at one time that were in use, or freed and still recorded for a
-            stream. torch's caching allocator takes as much: it learns only from the host that a stream is done.
+        most_reserved: the most bytes of the device at one time that were in use, or freed and still
+            recorded for a stream. torch's caching allocator takes as much: it learns only from the
+            host that a stream is done.
     """
 
     def __init__(self, device: torch.device, copies: str) -> None:
@@ -125,7 +131,7 @@ class Computing(TorchDispatchMode):
         self._storages: dict[int, Any] = {}
         self.collectives = Collectives(self)
 
-    # ---- the functions of torch.get_device_module --------------------------------------------------------------------
+    # ---- the functions of torch.get_device_module ------------------------------------------------
 
     def new_stream(self, *_: Any) -> Stream:
         return Stream(eager=self.copies == "early")
@@ -141,11 +147,13 @@ class Computing(TorchDispatchMode):
         finally:
             self._current = before
 
-    # ---- values ------------------------------------------------------------------------------------------------------
+    # ---- values ----------------------------------------------------------------------------------
 
     def alive(self) -> tuple[int, int]:
         """Bytes of the device's storages, and of the host's."""
-        host = sum(len(memory.content) for memory in self._memories.values() if memory.stream is None)
+        host = sum(
+            len(memory.content) for memory in self._memories.values() if memory.stream is None
+        )
         return sum(len(memory.content) for memory in self._memories.values()) - host, host
 
     def memory(self, tensor: Tensor) -> Memory:
@@ -170,7 +178,9 @@ class Computing(TorchDispatchMode):
             return self.real(tensor).tolist()
 
     def real(self, leaf: Any) -> Any:
-        """For a fake tensor a real one in its memory; for the device the CPU; for others themselves."""
+        """For a fake tensor a real one in its memory; for the device the CPU; for others
+        themselves.
+        """
         if isinstance(leaf, torch.device):
             return torch.device("cpu")
         if not isinstance(leaf, FakeTensor):
@@ -180,16 +190,20 @@ class Computing(TorchDispatchMode):
             view: Any = torch.empty(0, dtype=leaf.dtype)
             return view.set_(place, leaf.storage_offset(), leaf.shape, leaf.stride())
 
-    # ---- operations --------------------------------------------------------------------------------------------------
+    # ---- operations ------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         given = args, kwargs or {}
         if function is torch.ops.prim.device.default:
             return args[0].fake_device  # most of all calls, and slow below
         if function.namespace == "c10d":
             return self.collectives.issue(function, *given)
         result = function(*given[0], **given[1])
-        made = [isinstance(each, FakeTensor) and self._allocate(each) for each in tree_leaves(result)]
+        made = [
+            isinstance(each, FakeTensor) and self._allocate(each) for each in tree_leaves(result)
+        ]
         if "empty" in function._schema.name or not (any(made) or function._schema.is_mutable):
             return result  # nothing is written: the others are views
         real_args, real_kwargs = tree_map(self.real, given)
@@ -224,14 +238,17 @@ class Computing(TorchDispatchMode):
             return False
         stream = None if tensor.fake_device.type == "cpu" else self._current
         with _disable_current_modes():
-            memory = self._memories[address] = Memory(torch.empty(storage.nbytes(), dtype=torch.uint8), stream)
+            memory = self._memories[address] = Memory(
+                torch.empty(storage.nbytes(), dtype=torch.uint8), stream
+            )
         memory.poison()
 
         def freed(_: Any) -> None:
             del self._memories[address], self._storages[address]
             owner = memory.stream
             if owner is None:
-                return  # page-locked memory waits for copies by itself (torch's CachingHostAllocator)
+                # page-locked memory waits for copies by itself (torch's CachingHostAllocator)
+                return
             using = memory.recorded - {owner}
 
             def done(stream: Stream) -> None:
@@ -260,7 +277,9 @@ class _Pinning(TorchFunctionMode):
         super().__init__()
         self.computing = computing
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         if (kwargs or {}).get("pin_memory"):
             self.computing.memory(result).pinned = True
@@ -292,11 +311,15 @@ def computing_accelerator(copies: str) -> Iterator[Computing]:
         yield computing
 
 
-# ---- small models ---------------------------------------------------------------------------------------------------
+# ---- small models --------------------------------------------------------------------------------
 
 
 def config_of(model_type: str, layers: int, length: int, kv_heads: int) -> Any:
-    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "num_attention_heads": 4, "num_hidden_layers": layers}
+    sizes: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 4,
+        "num_hidden_layers": layers,
+    }
     sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": length}
     sizes |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
     if model_type == "gpt2":

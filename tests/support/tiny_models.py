@@ -1,4 +1,6 @@
-"""Small random models and what they are trained on: texts, fields of configs, Hugging Face directories."""
+"""Small random models and what they are trained on: texts, fields of configs, Hugging Face
+directories.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,14 @@ def speeches(count: int, characters: int) -> list[str]:
     return [text[:characters] for text in itertools.islice(read_documents(CORPUS), count)]
 
 
-def prepared_speeches(folder: Path, tokenizer: str, count: int, characters: int, *, validation: float) -> Path:
+def prepared_speeches(
+    folder: Path, tokenizer: str, count: int, characters: int, *, validation: float
+) -> Path:
     """The corpus that `prepare_data.py` makes of them, sentences kept, as `folder`/data."""
     source = folder / "speeches.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in speeches(count, characters)))
+    source.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in speeches(count, characters))
+    )
     settings = PrepareSettings(tokenizer, validation, sentences="en")
     return prepare([source], folder / "data", settings, progress=False).output
 
@@ -45,18 +51,29 @@ def write_corpus(prefix: Path, documents: Iterable[Any], vocabulary: int) -> Pat
 def bert_fields(**changes: Any) -> dict[str, Any]:
     """Fields of a small encoder's config, without dropout."""
     fields = {
-        **{"model_type": "megatron-bert", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4},
+        **{
+            "model_type": "megatron-bert",
+            "num_hidden_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+        },
         **{"intermediate_size": 64, "max_position_embeddings": 48, "vocab_size": 600},
         **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     }
     return {**fields, **changes}
 
 
-def tiny_gpt2(directory: Path, texts: list[str], *, positions: int = 64, vocabulary: int = 500) -> Path:
-    """A GPT-2 of 2 layers and a byte-level BPE of `texts`; its weights are large enough that every token matters."""
+def tiny_gpt2(
+    directory: Path, texts: list[str], *, positions: int = 64, vocabulary: int = 500
+) -> Path:
+    """A GPT-2 of 2 layers and a byte-level BPE of `texts`; its weights are large enough that
+    every token matters.
+    """
     tokenizer = train_bpe(iter(texts), vocabulary)
     torch.manual_seed(0)
-    config = gpt2_config(0.1, n_embd=32, n_positions=positions, vocab_size=vocabulary + 3, initializer_range=0.3)
+    config = gpt2_config(
+        0.1, n_embd=32, n_positions=positions, vocab_size=vocabulary + 3, initializer_range=0.3
+    )
     model: Any = GPT2LMHeadModel(config)
     model.save_pretrained(str(directory))
     tokenizer.save_pretrained(str(directory))

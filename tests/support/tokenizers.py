@@ -8,7 +8,16 @@ from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.tiny_models import speeches
@@ -34,7 +43,9 @@ def _texts() -> tuple[str, ...]:
 
 
 def _trained_once(train: Make) -> Make:
-    """Return a function that copies one trained tokenizer: some trainers break ties differently each time."""
+    """Return a function that copies one trained tokenizer: some trainers break ties differently
+    each time.
+    """
 
     @cache
     def serialized() -> tuple[str, dict[str, Any]]:
@@ -82,8 +93,12 @@ def _begin(token: str, number: int) -> Any:
 @_trained_once
 def llama_3() -> PreTrainedTokenizerFast:
     begin, end = "<|begin_of_text|>", "<|end_of_text|>"
-    backend = _byte_level([_split(LLAMA_3_WORDS), _bytes(words=False)], [begin, end], ignore_merges=True)
-    backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), _begin(begin, 0)])
+    backend = _byte_level(
+        [_split(LLAMA_3_WORDS), _bytes(words=False)], [begin, end], ignore_merges=True
+    )
+    backend.post_processor = processors.Sequence(
+        [processors.ByteLevel(trim_offsets=False), _begin(begin, 0)]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=begin, eos_token=end)
 
 
@@ -92,7 +107,9 @@ def smollm() -> PreTrainedTokenizerFast:
     end, turn = "<|endoftext|>", "<|im_start|>"
     words = [pre_tokenizers.Digits(individual_digits=True), _bytes(words=True)]
     backend = _byte_level(words, [end, turn])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=end, eos_token=end, unk_token=end)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=end, eos_token=end, unk_token=end
+    )
 
 
 @_trained_once
@@ -100,36 +117,53 @@ def deepseek() -> PreTrainedTokenizerFast:
     begin, end = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
     backend = _byte_level([*map(_split, DEEPSEEK_WORDS), _bytes(words=False)], [begin, end])
     backend.post_processor = _begin(begin, 0)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=begin, eos_token=end, pad_token=end)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=begin, eos_token=end, pad_token=end
+    )
 
 
 @_trained_once
 def sentencepiece_bpe() -> PreTrainedTokenizerFast:
     """As SentencePiece's of Llama 2: unknown characters become bytes."""
     backend = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     replace = decoders.Replace("▁", " ")
-    backend.decoder = decoders.Sequence([replace, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.decoder = decoders.Sequence(
+        [replace, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     octets = [f"<0x{octet:02X}>" for octet in range(256)]
     trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=["<unk>", "<s>", "</s>", *octets], limit_alphabet=60, show_progress=False
+        vocab_size=500,
+        special_tokens=["<unk>", "<s>", "</s>", *octets],
+        limit_alphabet=60,
+        show_progress=False,
     )
     backend.pre_tokenizer = pre_tokenizers.Metaspace()  # of the training alone
     backend.train_from_iterator(_texts(), trainer)
     values = json.loads(backend.to_str())
-    values["added_tokens"] = [token for token in values["added_tokens"] if token["content"] not in octets]
+    values["added_tokens"] = [
+        token for token in values["added_tokens"] if token["content"] not in octets
+    ]
     backend = Tokenizer.from_str(json.dumps(values | {"pre_tokenizer": None}))
     backend.post_processor = _begin("<s>", 1)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 @_trained_once
 def unigram() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.Unigram())
-    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
+    )
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     special = ["<unk>", "<s>", "</s>", "<pad>"]
-    trainer = trainers.UnigramTrainer(vocab_size=400, special_tokens=special, unk_token="<unk>", show_progress=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=400, special_tokens=special, unk_token="<unk>", show_progress=False
+    )
     backend.train_from_iterator(_texts(), trainer)
     names = dict(zip(("unk_token", "bos_token", "eos_token", "pad_token"), special, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
@@ -149,4 +183,6 @@ VOCABULARY = 512
 
 SPEECHES = speeches(12, 20_000)
 BARE = [" ".join(re.sub(r"[^A-Za-z]", " ", text).split()) for text in SPEECHES]
-"""Words and single spaces alone: there all marks and transformers' collator mean the same by a word."""
+"""Words and single spaces alone: there all marks and transformers' collator mean the same by a
+word.
+"""

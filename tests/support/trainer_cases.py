@@ -1,4 +1,6 @@
-"""Cases of transformers' Trainer by seed: schedules, collators, columns, evaluation and resuming, on one grid each."""
+"""Cases of transformers' Trainer by seed: schedules, collators, columns, evaluation and
+resuming, on one grid each.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,33 @@ from zero_tp.base.constants import IGNORE_INDEX
 VOCABULARY, ROWS = 61, 4  # rows of a micro-batch of one replica in the plain run
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
-        **{"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1},
+        **{
+            "model_type": "llama",
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+        },
         **{"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64},
         **{"vocab_size": VOCABULARY, "pad_token_id": None},
     },
     "gpt2": {
-        **{"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": VOCABULARY},
+        **{
+            "model_type": "gpt2",
+            "n_embd": 16,
+            "n_layer": 1,
+            "n_head": 2,
+            "n_positions": 64,
+            "vocab_size": VOCABULARY,
+        },
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
     },
     "sentences": bert_fields(
-        **{"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2},
+        **{
+            "model_type": "bert",
+            "num_hidden_layers": 1,
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+        },
         **{"intermediate_size": 24, "max_position_embeddings": 64, "vocab_size": VOCABULARY},
     ),
 }
@@ -48,7 +67,12 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("warmup_stable_decay", {"num_decay_steps": 1}),
     ("reduce_lr_on_plateau", {"patience": 0}),
 ]
-CYCLE = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 2, "cycle_momentum": True}
+CYCLE = {
+    "cycle_min_lr": 1e-3,
+    "cycle_max_lr": 1e-2,
+    "cycle_first_step_size": 2,
+    "cycle_momentum": True,
+}
 BLOCKS: list[dict[str, Any]] = [
     {"type": "WarmupLR", "params": {}},
     {"type": "WarmupLR", "params": {"warmup_type": "linear", "warmup_num_steps": 3}},
@@ -72,7 +96,8 @@ class TrainerCase:
         stage: of ZeRO. blocks: of DeepSpeed's config, optimizer and schedule.
         resume: the step that a second trainer resumes at; 0: none does.
         metrics: compute metrics.
-        flattened: rows are packed by DataCollatorWithFlattening. multiple: padded rows are as long as a multiple of it.
+        flattened: rows are packed by DataCollatorWithFlattening. multiple: padded rows are as long
+            as a multiple of it.
         unlabelled: rows of the evaluation without labels, at its end.
     """
 
@@ -92,7 +117,11 @@ class TrainerCase:
     unlabelled: int = 0
 
     def __str__(self) -> str:
-        changed = {key: value for key, value in dataclasses.asdict(self).items() if value not in ((), {}, 0, False)}
+        changed = {
+            key: value
+            for key, value in dataclasses.asdict(self).items()
+            if value not in ((), {}, 0, False)
+        }
         return ", ".join(f"{key} {value}" for key, value in changed.items())
 
 
@@ -105,9 +134,12 @@ def draw(seed: int) -> TrainerCase:
     evaluates = pick.choice(["no", "steps", "steps", "epoch"])
     # DP ranks fill up an incomplete batch with other rows, in plain Trainer too.
     even = grid == "DP 2"
-    # Plain Trainer adds up the micro-batches' mean losses of an encoder, which ours divides by a step's labels.
+    # Plain Trainer adds up the micro-batches' mean losses of an encoder, which ours divides by a
+    # step's labels.
     accumulation = 1 if kind in ("sentences", "masked") else pick.choice([1, 1, 2, 3])
-    train_rows = ROWS * accumulation * pick.choice([2, 3]) + (0 if even else pick.choice([0, 1, ROWS]))
+    train_rows = ROWS * accumulation * pick.choice([2, 3]) + (
+        0 if even else pick.choice([0, 1, ROWS])
+    )
     eval_batch = pick.choice([2, 4])
     steps = pick.choice([3, 4])
     flattened = kind == "llama" and evaluates == "no" and pick.random() < 0.3
@@ -120,13 +152,19 @@ def draw(seed: int) -> TrainerCase:
         "adam_epsilon": 1e-3,
         "max_grad_norm": pick.choice([0.5, 1.0, 100.0]),
         "warmup_steps": pick.choice([0, 1, 2, 0.5]),
-        "logging_steps": 1 if even else pick.choice([1, 1, 2]),  # a rank's own loss of steps that are not logged
+        "logging_steps": 1
+        if even
+        else pick.choice([1, 1, 2]),  # a rank's own loss of steps that are not logged
         "logging_first_step": pick.random() < 0.3,
         "dataloader_drop_last": pick.random() < 0.2,
         "optim": "adamw_torch" if in_blocks else pick.choice(["adamw_torch", "adamw_torch", "sgd"]),
-        "train_sampling_strategy": pick.choice(["random", "sequential", "random" if even else "group_by_length"]),
+        "train_sampling_strategy": pick.choice(
+            ["random", "sequential", "random" if even else "group_by_length"]
+        ),
         "gradient_checkpointing": pick.random() < 0.2,
-        "include_num_input_tokens_seen": "no" if even else pick.choice(["no", "non_padding", "all"]),
+        "include_num_input_tokens_seen": "no"
+        if even
+        else pick.choice(["no", "non_padding", "all"]),
         "seed": seed,
         "data_seed": pick.choice([None, 3]),
     }
@@ -153,13 +191,28 @@ def draw(seed: int) -> TrainerCase:
         arguments["save_only_model"] = True
     if resume and pick.random() < 0.3:
         arguments["ignore_data_skip"] = True
-    if resume and evaluates == "steps" and "save_only_model" not in arguments and pick.random() < 0.5:
-        arguments |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "eval_steps": 1}
-    columns = [name for name in ("extra", "attention_mask", "token_type_ids", "position_ids") if pick.random() < 0.4]
+    if (
+        resume
+        and evaluates == "steps"
+        and "save_only_model" not in arguments
+        and pick.random() < 0.5
+    ):
+        arguments |= {
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "eval_loss",
+            "eval_steps": 1,
+        }
+    columns = [
+        name
+        for name in ("extra", "attention_mask", "token_type_ids", "position_ids")
+        if pick.random() < 0.4
+    ]
     if flattened:
         columns = [name for name in columns if name == "extra"]
     if even and kind in ("sentences", "masked") and "attention_mask" not in columns:
-        columns.append("attention_mask")  # without it tokens see the padding, which differs between replicas
+        columns.append(
+            "attention_mask"
+        )  # without it tokens see the padding, which differs between replicas
     if kind in ("llama", "gpt2") and "extra" not in columns and pick.random() < 0.3:
         arguments["remove_unused_columns"] = False
     blocks: dict[str, Any] = {}
@@ -183,7 +236,9 @@ def draw(seed: int) -> TrainerCase:
         metrics=evaluates != "no" and pick.random() < 0.6,
         flattened=flattened,
         multiple=pick.choice([1, 1, 8]),
-        unlabelled=pick.choice([0, 0, 0, eval_batch]) if evaluates != "no" and kind != "sentences" else 0,
+        unlabelled=pick.choice([0, 0, 0, eval_batch])
+        if evaluates != "no" and kind != "sentences"
+        else 0,
     )
 
 
@@ -208,8 +263,14 @@ def rows_of(case: TrainerCase, count: int, seed: int, unlabelled: int = 0) -> li
         if number >= count - unlabelled:
             labels[:] = IGNORE_INDEX
         row: dict[str, Any] = {"input_ids": tokens.tolist(), "labels": labels.tolist()}
-        types = [(number + place) % (VOCABULARY if case.kind == "gpt2" else 2) for place in range(length)]
-        extra = {"extra": [number] * length, "token_type_ids": types, "position_ids": list(range(length))}
+        types = [
+            (number + place) % (VOCABULARY if case.kind == "gpt2" else 2) for place in range(length)
+        ]
+        extra = {
+            "extra": [number] * length,
+            "token_type_ids": types,
+            "position_ids": list(range(length)),
+        }
         extra["attention_mask"] = [1] * length
         row |= {name: extra[name] for name in case.columns}
         if case.kind in ("sentences", "masked"):  # plain Trainer drops it for BertForMaskedLM
@@ -231,7 +292,9 @@ class Padded:
         for name, first in rows[0].items():
             if isinstance(first, list):
                 padding = IGNORE_INDEX if name == "labels" else 0
-                batch[name] = torch.tensor([row[name] + [padding] * (longest - len(row[name])) for row in rows])
+                batch[name] = torch.tensor(
+                    [row[name] + [padding] * (longest - len(row[name])) for row in rows]
+                )
             else:
                 batch[name] = torch.tensor([row[name] for row in rows])
         return batch
@@ -245,7 +308,11 @@ class Accuracy:
 
     def __call__(self, prediction: Any, compute_result: bool = True) -> dict[str, float]:
         predictions, labels = prediction.predictions, prediction.label_ids
-        pairs = zip(predictions, labels, strict=True) if isinstance(predictions, list) else [(predictions, labels)]
+        pairs = (
+            zip(predictions, labels, strict=True)
+            if isinstance(predictions, list)
+            else [(predictions, labels)]
+        )
         figures = {}
         for scores, wanted in pairs:
             for logits, targets in zip(_as_tuple(scores), _as_tuple(wanted), strict=True):
@@ -255,7 +322,9 @@ class Accuracy:
                 self.labelled += int(counted.sum())
         for name in ("losses", "inputs"):
             values = getattr(prediction, name, None)
-            if isinstance(values, dict):  # the whole batch, where metrics are computed batch by batch
+            if isinstance(
+                values, dict
+            ):  # the whole batch, where metrics are computed batch by batch
                 values = values["input_ids"]
             if values is not None and not isinstance(values, list):
                 figures[name] = float(torch.as_tensor(values).double().nanmean())
@@ -275,19 +344,34 @@ def deepspeed_config(case: TrainerCase, *, auto: bool) -> dict[str, Any]:
     """Return the case's DeepSpeed config.
 
     Args:
-        auto: write "auto" for each key that stands for a training argument; ours leaves most of them out.
+        auto: write "auto" for each key that stands for a training argument; ours leaves most of
+            them out.
     """
     stage = 1 if auto else case.stage  # DeepSpeed has no gradient norm at stage 0 in fp32
-    config: dict[str, Any] = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
-    blocks = {name: {**block, "params": dict(block["params"])} for name, block in case.blocks.items()}
-    if auto or case.stage == 3:  # where transformers opens a model under ZeRO-3, it requires batch sizes
-        batch = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    config: dict[str, Any] = {
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}
+    }
+    blocks = {
+        name: {**block, "params": dict(block["params"])} for name, block in case.blocks.items()
+    }
+    if (
+        auto or case.stage == 3
+    ):  # where transformers opens a model under ZeRO-3, it requires batch sizes
+        batch = (
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+            "train_batch_size",
+        )
         config |= dict.fromkeys((*batch, "gradient_clipping"), "auto")
     if auto:
         names: dict[str, tuple[str, ...]] = {"optimizer": ("lr", "betas", "eps", "weight_decay")}
         keys = ("warmup_num_steps", "warmup_min_lr", "warmup_max_lr", "total_num_steps")
         kind = case.blocks.get("scheduler", {}).get("type")
-        of_type = {"WarmupLR": keys[:3], "WarmupDecayLR": keys, "WarmupCosineLR": (keys[0], keys[3])}
+        of_type = {
+            "WarmupLR": keys[:3],
+            "WarmupDecayLR": keys,
+            "WarmupCosineLR": (keys[0], keys[3]),
+        }
         names["scheduler"] = of_type.get(kind, ())
         for name, block in blocks.items():
             block["params"] = dict.fromkeys(names[name], "auto") | block["params"]
@@ -297,7 +381,8 @@ def deepspeed_config(case: TrainerCase, *, auto: bool) -> dict[str, Any]:
 def run(
     trainer_class: Any, model: Any, case: TrainerCase, folder: Path, replicas: int, deepspeed: Any
 ) -> list[dict[str, Any]]:
-    """Run the script of a case, save the model in the folder's `model`, and return its log without times.
+    """Run the script of a case, save the model in the folder's `model`, and return its log without
+    times.
 
     Args:
         replicas: DP ranks, which share the rows of the plain run's batches.
@@ -318,7 +403,11 @@ def run(
             report_to=[],
             disable_tqdm=True,
             deepspeed=deepspeed,
-            **{"save_strategy": "steps" if case.resume else "no", "save_steps": max(case.resume, 1), **case.arguments},
+            **{
+                "save_strategy": "steps" if case.resume else "no",
+                "save_steps": max(case.resume, 1),
+                **case.arguments,
+            },
         )
         trainer = trainer_class(
             model(),
@@ -327,15 +416,26 @@ def run(
             train_dataset=rows_of(case, case.train_rows, 1),
             **options,
         )
-        trainer.train(resume_from_checkpoint=None if start is None else str(folder / f"checkpoint-{start}"))
+        trainer.train(
+            resume_from_checkpoint=None if start is None else str(folder / f"checkpoint-{start}")
+        )
     trainer.save_model(str(folder / "model"))
     return [_without_times(line, case) for line in trainer.state.log_history]
 
 
 def _without_times(line: dict[str, Any], case: TrainerCase) -> dict[str, Any]:
-    """Return a line of the log with an evaluation's number of steps, and without what a clock or padding changes."""
-    varying = ("runtime", "per_second", "preparation_time", *(("total_flos",) if case.grid == "DP 2" else ()))
+    """Return a line of the log with an evaluation's number of steps, and without what a clock or
+    padding changes.
+    """
+    varying = (
+        "runtime",
+        "per_second",
+        "preparation_time",
+        *(("total_flos",) if case.grid == "DP 2" else ()),
+    )
     steps = {}
     if line.get("eval_steps_per_second"):
         steps["eval_steps"] = round(line["eval_steps_per_second"] * line["eval_runtime"])
-    return {key: value for key, value in line.items() if not any(part in key for part in varying)} | steps
+    return {
+        key: value for key, value in line.items() if not any(part in key for part in varying)
+    } | steps

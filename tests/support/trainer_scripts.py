@@ -1,4 +1,6 @@
-"""A script of transformers' Trainer that plain Trainer and ours both run: its model, its rows and its arguments."""
+"""A script of transformers' Trainer that plain Trainer and ours both run: its model, its rows
+and its arguments.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ CAUSAL: dict[str, Any] = {
     "vocab_size": 101,
     "pad_token_id": None,
 }
-ENCODER = bert_fields(model_type="bert", intermediate_size=48, max_position_embeddings=64, vocab_size=101)
+ENCODER = bert_fields(
+    model_type="bert", intermediate_size=48, max_position_embeddings=64, vocab_size=101
+)
 FIELDS = {"causal": CAUSAL, "masked": ENCODER}
 
 
@@ -48,7 +52,9 @@ def save_model(kind: str, folder: Path) -> Path:
 
 
 def open_model(kind: str, directory: str) -> Any:
-    return (AutoModelForCausalLM if kind == "causal" else AutoModelForPreTraining).from_pretrained(directory)
+    return (AutoModelForCausalLM if kind == "causal" else AutoModelForPreTraining).from_pretrained(
+        directory
+    )
 
 
 def rows_of(kind: str, count: int, seed: int) -> list[dict[str, Any]]:
@@ -59,7 +65,9 @@ def rows_of(kind: str, count: int, seed: int) -> list[dict[str, Any]]:
         length = int(torch.randint(6, 20, (), generator=generator))
         tokens = torch.randint(5, 101, (length,), generator=generator)
         labels = tokens.clone()
-        labels[torch.rand(length, generator=generator) < (0.3 if kind == "causal" else 0.7)] = IGNORE_INDEX
+        labels[torch.rand(length, generator=generator) < (0.3 if kind == "causal" else 0.7)] = (
+            IGNORE_INDEX
+        )
         labels[1] = tokens[1]
         row: dict[str, Any] = {"input_ids": tokens.tolist(), "labels": labels.tolist()}
         rows.append(row | ({"next_sentence_label": number % 2} if kind == "masked" else {}))
@@ -73,18 +81,32 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     def column(name: str, padding: int) -> Tensor:
         return torch.tensor([row[name] + [padding] * (longest - len(row[name])) for row in rows])
 
-    mask = torch.tensor([[1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in rows])
-    batch = {"input_ids": column("input_ids", 0), "labels": column("labels", IGNORE_INDEX), "attention_mask": mask}
+    mask = torch.tensor(
+        [[1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in rows]
+    )
+    batch = {
+        "input_ids": column("input_ids", 0),
+        "labels": column("labels", IGNORE_INDEX),
+        "attention_mask": mask,
+    }
     if "next_sentence_label" in rows[0]:
         batch["next_sentence_label"] = torch.tensor([row["next_sentence_label"] for row in rows])
     return batch
 
 
 def right(prediction: Any) -> dict[str, float]:
-    """The share of labelled tokens whose logits are highest; of an encoder, the mean of its two shares."""
+    """The share of labelled tokens whose logits are highest; of an encoder, the mean of its two
+    shares.
+    """
     shares = []
-    logits = prediction.predictions if isinstance(prediction.predictions, tuple) else (prediction.predictions,)
-    labels = prediction.label_ids if isinstance(prediction.label_ids, tuple) else (prediction.label_ids,)
+    logits = (
+        prediction.predictions
+        if isinstance(prediction.predictions, tuple)
+        else (prediction.predictions,)
+    )
+    labels = (
+        prediction.label_ids if isinstance(prediction.label_ids, tuple) else (prediction.label_ids,)
+    )
     assert len(logits) == len(labels)
     for scores, wanted in zip(logits, labels, strict=True):
         if len(labels) == 1:  # causal: position i predicts the token after it
@@ -124,7 +146,12 @@ def script(
         report_to=[],
         disable_tqdm=True,
         optim="adamw_torch",
-        **{"eval_strategy": "steps", "save_strategy": "no", "per_device_eval_batch_size": 2, **arguments},
+        **{
+            "eval_strategy": "steps",
+            "save_strategy": "no",
+            "per_device_eval_batch_size": 2,
+            **arguments,
+        },
     )
     trainer = trainer_class(
         open_model(kind, directory),
@@ -136,8 +163,19 @@ def script(
     )
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(Path(folder) / "model"))
-    columns = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_right", "eval_rows", "epoch", "step")
-    return [{key: line[key] for key in columns if key in line} for line in trainer.state.log_history], trainer
+    columns = (
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "eval_loss",
+        "eval_right",
+        "eval_rows",
+        "epoch",
+        "step",
+    )
+    return [
+        {key: line[key] for key in columns if key in line} for line in trainer.state.log_history
+    ], trainer
 
 
 def deepspeed(stage: int) -> dict[str, Any]:
@@ -155,7 +193,14 @@ def deepspeed(stage: int) -> dict[str, Any]:
 
 
 def on_ranks(
-    kind: str, directory: str, folder: str, tensor: int, stage: int, micro: int, accumulation: int, **arguments: Any
+    kind: str,
+    directory: str,
+    folder: str,
+    tensor: int,
+    stage: int,
+    micro: int,
+    accumulation: int,
+    **arguments: Any,
 ) -> tuple[Any, ...]:
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
@@ -170,7 +215,11 @@ def on_ranks(
             **arguments,
         )
         prompt = torch.tensor([[7, 8, 9]])
-        text = trainer.model.generate(prompt, max_new_tokens=5, do_sample=False) if kind == "causal" else prompt
+        text = (
+            trainer.model.generate(prompt, max_new_tokens=5, do_sample=False)
+            if kind == "causal"
+            else prompt
+        )
         return history, text, trainer.model.topology.describe()
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)

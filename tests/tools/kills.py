@@ -1,14 +1,16 @@
-"""Kill commands at random points, finish them, and compare their output with that of commands that were never killed.
+"""Kill commands at random points, finish them, and compare their output with that of commands that
+were never killed.
 
     python -m tests.tools.kills [--kills 20] [--seed N]
 
-Each kill draws a command: a training run, an export, prepare_data or an evaluation. A run is killed at its start, in a
-step, in a save or in the pruning after one: one rank, or all of them as when the machine fails. After each kill, what
-has its final name must be complete. At the end the run is started until it is done: every logged loss and the last
-checkpoint must equal those of an undisturbed run bit for bit, and so must the outputs of the other commands. The run
-skips every fifth step, its last one included. A kill takes about 5 seconds on an idle machine. Not covered here: kills
-under real launchers (tests/run/process/test_promises.py), starts with another accumulation
-(tests/run/checkpoint/test_reshape.py).
+Each kill draws a command: a training run, an export, prepare_data or an evaluation. A run is killed
+at its start, in a step, in a save or in the pruning after one: one rank, or all of them as when the
+machine fails. After each kill, what has its final name must be complete. At the end the run is
+started until it is done: every logged loss and the last checkpoint must equal those of an
+undisturbed run bit for bit, and so must the outputs of the other commands. The run skips every
+fifth step, its last one included. A kill takes about 5 seconds on an idle machine. Not covered
+here: kills under real launchers (tests/run/process/test_promises.py), starts with another
+accumulation (tests/run/checkpoint/test_reshape.py).
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ LIMIT = 180.0
 END_SECONDS = 5.0  # until the ranks that are left are killed, as a launcher does
 
 
-# --- a training run ---------------------------------------------------------------------------------------------------
+# --- a training run -------------------------------------------------------------------------------
 
 
 SCRIPT = "tests/support/skipping_rank.py"
@@ -70,7 +72,9 @@ def settings(run: Path, steps: int, **changes: Any) -> list[str]:
         "scheduler.params.total_num_steps": 10_000,
         **changes,
     }
-    words = [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    words = [
+        word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")
+    ]
     return ["--deepspeed_config", "small.json", "--output-dir", str(run), *words]
 
 
@@ -80,7 +84,11 @@ class Ranks:
     def __init__(self, workplace: Path, arguments: list[str]) -> None:
         self.errors = workplace / "errors.txt"
         self.errors.write_bytes(b"")
-        world = {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1"}
+        world = {
+            "WORLD_SIZE": str(WORLD),
+            "LOCAL_WORLD_SIZE": str(WORLD),
+            "MASTER_ADDR": "127.0.0.1",
+        }
         world |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
         self.processes = []
         for rank in map(str, range(WORLD)):
@@ -89,7 +97,9 @@ class Ranks:
             self.processes.append(psutil.Process(child))
 
     def check_running(self) -> None:
-        running = all(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in self.processes)
+        running = all(
+            each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in self.processes
+        )
         assert running, f"the run ended by itself: {self.errors.read_text()}"
 
     def kill(self, chance: random.Random) -> None:
@@ -109,7 +119,9 @@ class Ranks:
             assert process.wait(patience(LIMIT)) == 0, self.errors.read_text()
 
 
-def wait_for(moment: str, ranks: Ranks, run: Path, chance: random.Random, start_seconds: float) -> None:
+def wait_for(
+    moment: str, ranks: Ranks, run: Path, chance: random.Random, start_seconds: float
+) -> None:
     """Wait for a random point of the moment; assertion: the run has not ended by itself."""
 
     def newest() -> int:
@@ -150,7 +162,7 @@ def checkpoint_digests(checkpoint: Path) -> dict[str, str]:
     return {name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() for name in files}
 
 
-# --- the other commands -----------------------------------------------------------------------------------------------
+# --- the other commands ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -179,11 +191,17 @@ class WritingCommand:
             assert ended.status == 0, ended.err
             self.seconds = ended.seconds
             self.undisturbed.append(file_digests(self.output))
-        assert self.undisturbed[0] != self.undisturbed[1], f"{self.script} writes the same twice: {self.undisturbed[0]}"
+        assert self.undisturbed[0] != self.undisturbed[1], (
+            f"{self.script} writes the same twice: {self.undisturbed[0]}"
+        )
 
     def kill(self, workplace: Path, chance: random.Random) -> bool:
-        """Kill the command at a random moment and check its output → whether it was killed before its end."""
-        ended = self.run(chance.randrange(2), workplace, chance.random() * self.seconds * 1.1 / patience(1))
+        """Kill the command at a random moment and check its output → whether it was killed
+        before its end.
+        """
+        ended = self.run(
+            chance.randrange(2), workplace, chance.random() * self.seconds * 1.1 / patience(1)
+        )
         assert ended.status in (None, 0), ended.err
         assert file_digests(self.output) in self.undisturbed, (
             f"{self.output} is neither what it was nor what it was to be"
@@ -209,7 +227,11 @@ def _digest(file: Path) -> str:
 
 def _untimed(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _untimed(each) for key, each in value.items() if "second" not in key and "time" not in key}
+        return {
+            key: _untimed(each)
+            for key, each in value.items()
+            if "second" not in key and "time" not in key
+        }
     return value
 
 
@@ -218,30 +240,54 @@ def writing_commands(workplace: Path) -> Iterator[WritingCommand]:
     run, out = workplace / "runs" / "small", workplace / "out"
     out.mkdir()
     Ranks(workplace, settings(run, 4, **{"zero_tp.model.n_embd": 64})).finish()
-    lines = [json.dumps({"text": f"Line {number}: " + "a few words of text. " * 20}) for number in range(400)]
+    lines = [
+        json.dumps({"text": f"Line {number}: " + "a few words of text. " * 20})
+        for number in range(400)
+    ]
     (workplace / "lines.jsonl").write_text("\n".join(lines))
-    prepare = ["--input", "lines.jsonl", "--tokenizer", "data/tokenizer", "--output", "out/data", "--overwrite"]
-    yield WritingCommand("launch/prepare_data.py", (prepare, [*prepare, "--seed", "2"]), out / "data")
+    prepare = [
+        "--input",
+        "lines.jsonl",
+        "--tokenizer",
+        "data/tokenizer",
+        "--output",
+        "out/data",
+        "--overwrite",
+    ]
+    yield WritingCommand(
+        "launch/prepare_data.py", (prepare, [*prepare, "--seed", "2"]), out / "data"
+    )
     steps = [str(step_directory(run, step)) for step in (3, 4)]
     first, second = (["to-hf", step, "--output", "out/export", "--overwrite"] for step in steps)
     yield WritingCommand("launch/convert.py", (first, second), out / "export")
-    figures = ["--tasks", "perplexity", "--data", "perplexity=data/validation.jsonl", "--output", "out/figures.json"]
+    figures = [
+        "--tasks",
+        "perplexity",
+        "--data",
+        "perplexity=data/validation.jsonl",
+        "--output",
+        "out/figures.json",
+    ]
     first, second = (["--model", step, *figures, "--limit", "4"] for step in steps)
     yield WritingCommand("eval/zero_shot.py", (first, second), out / "figures.json")
 
 
-# --- all together -----------------------------------------------------------------------------------------------------
+# --- all together ---------------------------------------------------------------------------------
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20, help="how often to kill (default: 20)")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     os.environ.update(environment())
     importlib.import_module("tests.support.preloaded")
-    folder = Path(tempfile.mkdtemp(prefix="zero_tp-kills-"))  # no TemporaryDirectory: a fork's end would remove it
+    folder = Path(
+        tempfile.mkdtemp(prefix="zero_tp-kills-")
+    )  # no TemporaryDirectory: a fork's end would remove it
     try:
         kill_and_compare(furnish(folder), options.kills, random.Random(options.seed))
     finally:
@@ -266,7 +312,9 @@ def kill_and_compare(workplace: Path, kills: int, chance: random.Random) -> None
             what = command.script
         else:
             moment, background = chance.choice(MOMENTS), chance.random() < 0.5
-            ranks = Ranks(workplace, settings(killed, 10**6, **{"zero_tp.checkpoint.async": background}))
+            ranks = Ranks(
+                workplace, settings(killed, 10**6, **{"zero_tp.checkpoint.async": background})
+            )
             wait_for(moment, ranks, killed, chance, start_seconds)
             ranks.kill(chance)
             inside += (checkpoints_directory(killed) / TEMPORARY).exists()
@@ -277,17 +325,31 @@ def kill_and_compare(workplace: Path, kills: int, chance: random.Random) -> None
     last = -(-(complete_steps(killed)[-1] + 3) // EVERY) * EVERY  # a step that is skipped
     for run in (killed, undisturbed):
         Ranks(workplace, settings(run, last, **{"zero_tp.checkpoint.interval": last})).finish()
-    assert losses(killed) == losses(undisturbed) and len(losses(undisturbed)) > 1, (losses(killed), losses(undisturbed))
-    assert checkpoint_digests(step_directory(killed, last)) == checkpoint_digests(step_directory(undisturbed, last))
+    assert losses(killed) == losses(undisturbed) and len(losses(undisturbed)) > 1, (
+        losses(killed),
+        losses(undisturbed),
+    )
+    assert checkpoint_digests(step_directory(killed, last)) == checkpoint_digests(
+        step_directory(undisturbed, last)
+    )
     for each in writers:
-        for variant in (0, 1):  # each goes on from what it had read when it was killed, and leaves nothing of it
-            assert each.run(variant, workplace).status == 0 and file_digests(each.output) == each.undisturbed[variant]
-    left = {each.name for each in (workplace / "out").iterdir()} - {each.output.name for each in writers}
+        for variant in (
+            0,
+            1,
+        ):  # each goes on from what it had read when it was killed, and leaves nothing of it
+            assert (
+                each.run(variant, workplace).status == 0
+                and file_digests(each.output) == each.undisturbed[variant]
+            )
+    left = {each.name for each in (workplace / "out").iterdir()} - {
+        each.output.name for each in writers
+    }
     assert not left, f"left behind: {sorted(left)}"
     print(", ".join(f"{count} × {what}" for what, count in sorted(counted.items())))
     print(f"{sum(counted.values())} kills, {inside} of them left a save half written")
     print(
-        f"{len(losses(undisturbed))} losses and the last checkpoint are equal to those of a run that was never killed"
+        f"{len(losses(undisturbed))} losses and the last checkpoint are equal to those of a run "
+        "that was never killed"
     )
 
 

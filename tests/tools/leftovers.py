@@ -1,6 +1,8 @@
-"""Make what a user's machine may have: corpora, a run and an export in the checkout, and a home with caches.
+"""Make what a user's machine may have: corpora, a run and an export in the checkout, and a home
+with caches.
 
-`.ci/run` runs all tests beside them, because a test that reads one of them fails on a user's machine only:
+`.ci/run` runs all tests beside them, because a test that reads one of them fails on a user's
+machine only:
 
     python -m tests.tools.leftovers make HOME
     python -m tests.tools.leftovers remove HOME
@@ -24,7 +26,9 @@ MARK = "leftover"
 """A file in each directory that this tool has made, and the first word of each file."""
 MODELS = ("gpt2", "somebody/tiny", "somebody/else")
 COMMIT = "1" * 40
-LAUNCHER_VARIABLES = f"# {MARK}\nDS_ACCELERATOR=cuda\nWORLD_SIZE=64\nRANK=63\nMASTER_ADDR=192.0.2.1\n"
+LAUNCHER_VARIABLES = (
+    f"# {MARK}\nDS_ACCELERATOR=cuda\nWORLD_SIZE=64\nRANK=63\nMASTER_ADDR=192.0.2.1\n"
+)
 """Of a job on 8 machines that nobody can reach."""
 
 
@@ -49,7 +53,9 @@ def make(home: Path) -> None:
             (folder / ".deepspeed_env").write_text(LAUNCHER_VARIABLES)
     _fill_caches(home / ".cache", model)
     (home / ".config" / "matplotlib").mkdir(parents=True)
-    (home / ".config" / "matplotlib" / "matplotlibrc").write_text("backend: tkagg\nsavefig.format: pdf\n")
+    (home / ".config" / "matplotlib" / "matplotlibrc").write_text(
+        "backend: tkagg\nsavefig.format: pdf\n"
+    )
 
 
 def _claim(directory: Path) -> bool:
@@ -62,7 +68,9 @@ def _claim(directory: Path) -> bool:
 
 
 def _fill_caches(cache: Path, model: Path) -> None:
-    """Write a cache of huggingface_hub, accelerate's default config and a build of DeepSpeed's op that was killed."""
+    """Write a cache of huggingface_hub, accelerate's default config and a build of DeepSpeed's
+    op that was killed.
+    """
     hub = cache / "huggingface"
     for name in MODELS:
         repository = hub / "hub" / f"models--{name.replace('/', '--')}"
@@ -71,7 +79,11 @@ def _fill_caches(cache: Path, model: Path) -> None:
         shutil.copytree(model, repository / "snapshots" / COMMIT)
     (hub / "token").write_text("hf_leftover")
     (hub / "accelerate").mkdir()
-    config = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "fp16"}
+    config = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "mixed_precision": "fp16",
+    }
     (hub / "accelerate" / "default_config.yaml").write_text(json.dumps(config))
     build = cache / "torch_extensions" / "cpu_adam"
     build.mkdir(parents=True)

@@ -1,12 +1,13 @@
-"""Check that tests notice a broken library. `python -m tests.tools.mutations [NAME …] [--list]`, minutes, on demand.
+"""Check that tests notice a broken library. `python -m tests.tools.mutations [NAME …] [--list]`,
+minutes, on demand.
 
-Each mutant of tests/tools/mutants.txt replaces one expression or statement inside a named function, which is found by
-syntax tree, in a copy of the repository. There its tests must pass without it and fail with it in the test's own call:
-by an assertion, or by the library's error that the mutant names. A mutant that hangs or does not even run (a syntax
-error, a wrong shape) proves nothing.
+Each mutant of tests/tools/mutants.txt replaces one expression or statement inside a named function,
+which is found by syntax tree, in a copy of the repository. There its tests must pass without it and
+fail with it in the test's own call: by an assertion, or by the library's error that the mutant
+names. A mutant that hangs or does not even run (a syntax error, a wrong shape) proves nothing.
 
-Exit status: 0 when every mutant was caught, 1 when one survived or proved nothing, 2 when a mutant does not apply or a
-test fails without one.
+Exit status: 0 when every mutant was caught, 1 when one survived or proved nothing, 2 when a mutant
+does not apply or a test fails without one.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ from tests.support.launched import ROOT, run
 
 TABLE = Path(__file__).with_name("mutants.txt")
 PASSED = "survived"
-LIMIT = 300.0  # seconds of an idle machine for one mutant's tests; a pool of ranks gives up after 120
-ASSERTS = re.compile(r"(AssertionError|Failed|assert)\b")  # Failed: what pytest.raises and pytest-timeout raise
+LIMIT = (
+    300.0  # seconds of an idle machine for one mutant's tests; a pool of ranks gives up after 120
+)
+ASSERTS = re.compile(
+    r"(AssertionError|Failed|assert)\b"
+)  # Failed: what pytest.raises and pytest-timeout raise
 
 
 class Unfit(Exception):
@@ -39,7 +44,9 @@ class Unfit(Exception):
 
 @dataclass
 class Mutant:
-    """One entry of the table: `scope` is the qualified name of a function, a class or a variable of `file`."""
+    """One entry of the table: `scope` is the qualified name of a function, a class or a variable
+    of `file`.
+    """
 
     file: str
     fault: str
@@ -53,12 +60,14 @@ class Mutant:
         """Return the source of the mutant's file with the edit.
 
         Raises:
-            Unfit: the file, the name or the fragment is missing, the fragment is ambiguous, or the result is not
-                Python.
+            Unfit: the file, the name or the fragment is missing, the fragment is ambiguous, or the
+                result is not Python.
         """
         try:
             source = (repository / self.file).read_text()
-            mutated = _replace(source, self._fragment(_definition(ast.parse(source), self.scope)), self.new)
+            mutated = _replace(
+                source, self._fragment(_definition(ast.parse(source), self.scope)), self.new
+            )
             compile(mutated, self.file, "exec")
         except (OSError, LookupError, SyntaxError, ValueError) as error:
             raise Unfit(f"{self.file}, {self.scope}: {error}") from error
@@ -70,7 +79,9 @@ class Mutant:
         nodes = (node for node in ast.walk(scope) if isinstance(node, ast.expr | ast.stmt))
         matches = [node for node in nodes if ast.dump(node) == wanted]
         if len(matches) != 1:
-            raise LookupError(f"expected this fragment once, found it {len(matches)} times: {self.old}")
+            raise LookupError(
+                f"expected this fragment once, found it {len(matches)} times: {self.old}"
+            )
         return matches[0]
 
 
@@ -110,7 +121,13 @@ def _definition(tree: ast.Module, name: str) -> ast.AST:
 def _defined_names(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
@@ -142,20 +159,41 @@ def check_table(mutants: dict[str, Mutant]) -> None:
 
 @dataclass
 class Outcome:
-    """`caught` by a test's error, which `line` shows; otherwise `line` says what happened instead."""
+    """`caught` by a test's error, which `line` shows; otherwise `line` says what happened
+    instead.
+    """
 
     caught: bool
     line: str
 
 
 def run_tests(copy: Path, tests: list[str], limit: float, guard: str = "") -> Outcome:
-    """Run tests up to the first failure; it catches the mutant by an assertion or by the library's error `guard`."""
+    """Run tests up to the first failure; it catches the mutant by an assertion or by the
+    library's error `guard`.
+    """
     report = copy / "report.xml"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}"]
-    command += ["-m", "not heavy and not cuda and not nvme and not cluster", "--hypothesis-profile", "thorough"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"--junit-xml={report}",
+    ]
+    command += [
+        "-m",
+        "not heavy and not cuda and not nvme and not cluster",
+        "--hypothesis-profile",
+        "thorough",
+    ]
     # A .pyc file is recognised by its size and second only.
-    variables = {"PYTHONDONTWRITEBYTECODE": "1", "ZERO_TP_TEST_SEED": os.environ.get("ZERO_TP_TEST_SEED", "1")}
+    variables = {
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "ZERO_TP_TEST_SEED": os.environ.get("ZERO_TP_TEST_SEED", "1"),
+    }
     try:
         done = run([*command, *tests], copy, limit, copy, variables)
     except subprocess.TimeoutExpired:  # the ranks end with pytest
@@ -163,21 +201,31 @@ def run_tests(copy: Path, tests: list[str], limit: float, guard: str = "") -> Ou
     if done.returncode == 0:
         return Outcome(False, PASSED)
     for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
-        for failure in case.findall("failure"):  # of the test's own call; set-up and tear-down are errors
+        for failure in case.findall(
+            "failure"
+        ):  # of the test's own call; set-up and tear-down are errors
             error = _raised(failure.text or "")
             if ASSERTS.match(error) or (guard and guard in error):
                 return Outcome(True, f"{case.get('name')}: {error.splitlines()[0][:200]}")
             return Outcome(False, f"proves nothing: {case.get('name')}: {error[:200]}")
-    return Outcome(False, f"proves nothing: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}")
+    return Outcome(
+        False, f"proves nothing: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}"
+    )
 
 
 def _raised(report: str) -> str:
     """Return the error of a failure's report; of a RankError, the rank's own error."""
     lines = [line[8:] for line in report.splitlines() if line.startswith("E       ")]
-    error = textwrap.dedent("\n".join(lines))  # pytest indents an error like the statement that raised it
+    error = textwrap.dedent(
+        "\n".join(lines)
+    )  # pytest indents an error like the statement that raised it
     if error.startswith("tests.support.pools.RankError: rank "):
-        trace = error.partition("\n--- printed by rank")[0].rpartition("Traceback (most recent call last):\n")[2]
-        error = "\n".join(itertools.dropwhile(lambda line: line.startswith(" "), trace.splitlines()))
+        trace = error.partition("\n--- printed by rank")[0].rpartition(
+            "Traceback (most recent call last):\n"
+        )[2]
+        error = "\n".join(
+            itertools.dropwhile(lambda line: line.startswith(" "), trace.splitlines())
+        )
     return error
 
 
@@ -185,7 +233,9 @@ def copy_repository(target: Path) -> None:
     """Copy what git has or would take, as it is in the working tree."""
     listing = "git ls-files -z --cached --others --exclude-standard"
     # cp names the files that are deleted but not staged
-    subprocess.run(f"{listing} | xargs -0 cp --parents -P -t {target} 2>/dev/null", cwd=ROOT, shell=True)
+    subprocess.run(
+        f"{listing} | xargs -0 cp --parents -P -t {target} 2>/dev/null", cwd=ROOT, shell=True
+    )
 
 
 def try_all(mutants: dict[str, Mutant]) -> int:
@@ -200,14 +250,20 @@ def try_all(mutants: dict[str, Mutant]) -> int:
         unchanged = run_tests(copy, tests, 4 * LIMIT)
         if unchanged.line != PASSED:
             raise Unfit(f"a test fails without a mutant: {unchanged.line}")
-        print(f"{len(tests)} tests pass without a mutant ({time.monotonic() - begin:.0f} s)", flush=True)
+        print(
+            f"{len(tests)} tests pass without a mutant ({time.monotonic() - begin:.0f} s)",
+            flush=True,
+        )
         for name, mutant in mutants.items():
             begin = time.monotonic()
             source = (copy / mutant.file).read_text()
             (copy / mutant.file).write_text(mutant.apply(copy))
             outcome = run_tests(copy, mutant.tests, LIMIT, mutant.guard)
             (copy / mutant.file).write_text(source)
-            print(f"{'caught' if outcome.caught else 'NOT CAUGHT'}: {name} ({time.monotonic() - begin:.0f} s)")
+            print(
+                f"{'caught' if outcome.caught else 'NOT CAUGHT'}: {name} "
+                f"({time.monotonic() - begin:.0f} s)"
+            )
             print(f"    {outcome.line}", flush=True)
             uncaught += not outcome.caught
     print(f"{len(mutants) - uncaught} of {len(mutants)} mutants caught")
@@ -215,7 +271,9 @@ def try_all(mutants: dict[str, Mutant]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.tools.mutations", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.mutations", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to try; all by default")
     parser.add_argument("--list", action="store_true", help="print the mutants and their faults")
     arguments = parser.parse_args()

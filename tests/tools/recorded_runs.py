@@ -3,10 +3,11 @@
     python -m tests.tools.recorded_runs record before.json [--checkout DIR] [--only NUMBER]…
     python -m tests.tools.recorded_runs compare before.json after.json
 
-A record holds every step's loss and gradient norm, the validation losses, and the SHA-256 of each exported tensor. The
-runs are the parity matrix' first cells (tests/support/matrix.py), which together have every setting, with each causal
-family in turn. The `deepspeed` launcher starts each with one thread a rank; it ends in the middle and is resumed. The
-file is written after each run, and runs that it holds already are not repeated.
+A record holds every step's loss and gradient norm, the validation losses, and the SHA-256 of each
+exported tensor. The runs are the parity matrix' first cells (tests/support/matrix.py), which
+together have every setting, with each causal family in turn. The `deepspeed` launcher starts each
+with one thread a rank; it ends in the middle and is resumed. The file is written after each run,
+and runs that it holds already are not repeated.
 """
 
 from __future__ import annotations
@@ -50,18 +51,25 @@ def configs(corpus: Path) -> dict[str, dict[str, Any]]:
     families = cycle(family for family in (*FAMILIES, *EXPERTS) if family not in ENCODERS)
     data = {f"zero_tp.data.{split}": str(corpus) for split in ("train", "validation")}
     return {
-        describe(cell, family): with_changes(config_of(cell, family=family), SETTINGS | data | MORE.get(family, {}))
+        describe(cell, family): with_changes(
+            config_of(cell, family=family), SETTINGS | data | MORE.get(family, {})
+        )
         for cell, family in zip(first_cells(), families, strict=False)
     }
 
 
 def _succeeded(done: CompletedProcess[str]) -> None:
     if done.returncode:
-        raise SystemExit(f"{done.args}: exit status {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        raise SystemExit(
+            f"{done.args}: exit status "
+            f"{done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        )
 
 
 def record(checkout: Path, numbers: list[int] | None, file: Path) -> None:
-    """Write what runs compute with the code of `checkout`, all or those of these numbers; those in `file` stay."""
+    """Write what runs compute with the code of `checkout`, all or those of these numbers; those
+    in `file` stay.
+    """
     records: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
@@ -70,16 +78,29 @@ def record(checkout: Path, numbers: list[int] | None, file: Path) -> None:
         for number, (name, config) in enumerate(runs.items()):
             if name in records or number not in (numbers or range(len(runs))):
                 continue
-            run_file, output, exported = (directory / f"{kind}{number}" for kind in ("config", "run", "export"))
+            run_file, output, exported = (
+                directory / f"{kind}{number}" for kind in ("config", "run", "export")
+            )
             run_file.write_text(json.dumps(config))
             for steps in (STEPS // 2, STEPS):
                 arguments = ["--deepspeed_config", str(run_file), "--output-dir", str(output)]
                 arguments += ["--set", f"zero_tp.training.steps={steps}"]
-                _succeeded(run([*launch(WORLD, checkout=checkout), *arguments], directory, 900, checkout))
-            convert = ("launch/convert.py", directory, "to-hf", str(output), "--output", str(exported))
+                _succeeded(
+                    run([*launch(WORLD, checkout=checkout), *arguments], directory, 900, checkout)
+                )
+            convert = (
+                "launch/convert.py",
+                directory,
+                "to-hf",
+                str(output),
+                "--output",
+                str(exported),
+            )
             _succeeded(script(*convert, checkout=checkout))
             fields = ("step", "loss", "grad_norm", "validation_loss")
-            metrics = [{key: line[key] for key in fields if key in line} for line in metrics_of(output)]
+            metrics = [
+                {key: line[key] for key in fields if key in line} for line in metrics_of(output)
+            ]
             records[name] = {"metrics": metrics, "weights": _weights(exported)}
             write_atomically(file, json.dumps(records, indent=1) + "\n")
             print(f"{number} {name}: {metrics[-2]}", flush=True)
@@ -91,7 +112,9 @@ def _weights(exported: Path) -> dict[str, str]:
     for file in sorted(exported.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
             content = tensor.contiguous().view(-1).view(dtype=torch.uint8).numpy().tobytes()
-            hashes[name] = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + content).hexdigest()
+            hashes[name] = hashlib.sha256(
+                f"{tensor.dtype}{tuple(tensor.shape)}".encode() + content
+            ).hexdigest()
     return hashes
 
 
@@ -108,7 +131,9 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("record")
     recording.add_argument("file", type=Path)

@@ -1,4 +1,6 @@
-"""The mutants of tests/tools/mutants.txt apply to the library; tests/tools/mutations.py shows that tests catch them."""
+"""The mutants of tests/tools/mutants.txt apply to the library; tests/tools/mutations.py shows
+that tests catch them.
+"""
 
 from __future__ import annotations
 
@@ -64,5 +66,7 @@ def test_the_edit_stays_in_its_place(tmp_path: Path, edit: str, before: str, aft
     (tmp_path / "linear.py").write_text(LINEAR)
     assert LINEAR.count(before) == 1
     mutant = read_table(f"[linear.py]\nname: a fault\n    {edit}\n    tests/a.py::test_b\n")["name"]
-    assert mutant == Mutant("linear.py", "a fault", mutant.scope, mutant.old, mutant.new, ["tests/a.py::test_b"])
+    assert mutant == Mutant(
+        "linear.py", "a fault", mutant.scope, mutant.old, mutant.new, ["tests/a.py::test_b"]
+    )
     assert mutant.apply(tmp_path) == LINEAR.replace(before, after)

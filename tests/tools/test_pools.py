@@ -1,4 +1,6 @@
-"""The pools of ranks themselves: order of results, errors, time-outs, and nothing left from one run to the next."""
+"""The pools of ranks themselves: order of results, errors, time-outs, and nothing left from one
+run to the next.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ def pool() -> Iterator[Pool]:
 def describe(scale: torch.Tensor) -> dict[str, Any]:
     total = torch.full((3,), float(dist.get_rank() + 1)) * scale
     dist.all_reduce(total)
-    return {"rank": dist.get_rank(), "world": dist.get_world_size(), "total": total, "threads": torch.get_num_threads()}
+    return {
+        "rank": dist.get_rank(),
+        "world": dist.get_world_size(),
+        "total": total,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def fail_on(failing: int) -> None:
@@ -102,7 +109,9 @@ def train_with_deepspeed(stage: int) -> float:
 
     torch.manual_seed(5)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
-    engine, *_ = deepspeed.initialize(model=model, config=deepspeed_settings(stage, micro_batch=2, lr=0.01))
+    engine, *_ = deepspeed.initialize(
+        model=model, config=deepspeed_settings(stage, micro_batch=2, lr=0.01)
+    )
     loss = torch.zeros(())
     for _ in range(3):
         loss = engine(torch.ones(2, 8)).square().mean()
@@ -126,17 +135,39 @@ def test_results_come_in_the_order_of_ranks(ranks: Any) -> None:
         results = ranks(world).run(describe, scale=torch.tensor(2.0))
         assert [r["rank"] for r in results] == list(range(world))
         assert all(r["world"] == world and r["threads"] == 1 for r in results)
-        assert all(torch.equal(r["total"], torch.full((3,), world * (world + 1.0))) for r in results)
+        assert all(
+            torch.equal(r["total"], torch.full((3,), world * (world + 1.0))) for r in results
+        )
 
 
 @pytest.mark.parametrize(
     ("function", "rank", "kind", "message"),
     [
         (die_on, 1, None, r"rank 1 of 2 died in .*:die_on with exit status 7\n(.*\n)*last words"),
-        pytest.param(fail_on, 0, "ArithmeticError", "in fail_on\n(.*\n)*.*: a rank's own words", marks=THOROUGH),
-        pytest.param(fail_on, 1, "ArithmeticError", "in fail_on\n(.*\n)*.*: a rank's own words", marks=THOROUGH),
-        pytest.param(hang_on, 1, None, r"no answer from ranks \[1\] of 2(.*\n)*.* in hang_on", marks=THOROUGH),
-        pytest.param(spoil_the_way_back, 1, "TypeError", "rank 1 of 2 failed in .*:spoil_the_way_back", marks=THOROUGH),
+        pytest.param(
+            fail_on,
+            0,
+            "ArithmeticError",
+            "in fail_on\n(.*\n)*.*: a rank's own words",
+            marks=THOROUGH,
+        ),
+        pytest.param(
+            fail_on,
+            1,
+            "ArithmeticError",
+            "in fail_on\n(.*\n)*.*: a rank's own words",
+            marks=THOROUGH,
+        ),
+        pytest.param(
+            hang_on, 1, None, r"no answer from ranks \[1\] of 2(.*\n)*.* in hang_on", marks=THOROUGH
+        ),
+        pytest.param(
+            spoil_the_way_back,
+            1,
+            "TypeError",
+            "rank 1 of 2 failed in .*:spoil_the_way_back",
+            marks=THOROUGH,
+        ),
     ],
 )
 def test_a_failure_of_one_rank_is_reported_and_ends_the_pool(
@@ -165,7 +196,10 @@ def test_the_same_failure_on_all_ranks_keeps_the_pool(pool: Pool) -> None:
 def test_nothing_is_left_for_the_next_function(pool: Pool) -> None:
     pool.kill()
     first = pool.run(find_things)
-    assert pool.run(leave_things_behind) == [(1, 4), (1, 3)]  # a rank outside a group has no handle of it
+    assert pool.run(leave_things_behind) == [
+        (1, 4),
+        (1, 3),
+    ]  # a rank outside a group has no handle of it
     second = pool.run(find_things)
     for before, after in zip(first, second, strict=True):
         assert after == before | {"groups": 2}  # the world and the cached one
@@ -173,7 +207,9 @@ def test_nothing_is_left_for_the_next_function(pool: Pool) -> None:
 
 
 @THOROUGH
-def test_engines_of_all_stages_follow_one_another_and_leave_no_threads_or_descriptors(pool: Pool) -> None:
+def test_engines_of_all_stages_follow_one_another_and_leave_no_threads_or_descriptors(
+    pool: Pool,
+) -> None:
     losses = [pool.run(train_with_deepspeed, stage) for stage in (0, 1, 2, 3, 0)]
     for both in losses:
         assert both == pytest.approx(losses[0], rel=1e-5)
@@ -192,12 +228,16 @@ def test_only_top_level_functions_are_sent(pool: Pool) -> None:
 def test_ranks_end_with_pytest(tmp_path: Path) -> None:
     script = tmp_path / "session.py"
     script.write_text(
-        "import time\nfrom tests.support.pools import Pool\nfrom tests.tools.test_pools import find_things\n"
+        "import time\nfrom tests.support.pools import Pool\nfrom tests.tools.test_pools import "
+        "find_things\n"
         "if __name__ == '__main__':\n"
-        "    pool = Pool(2)\n    pool.run(find_things)\n    print(*pool.pids, flush=True)\n    time.sleep(1000)\n"
+        "    pool = Pool(2)\n    pool.run(find_things)\n    print(*pool.pids, flush=True)\n    "
+        "time.sleep(1000)\n"
     )
     command = [sys.executable, str(script)]
-    with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as session:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+    ) as session:
         assert session.stdout is not None
         pids = [int(pid) for pid in session.stdout.readline().split()]
         assert len(pids) == 2

@@ -1,1 +1,3 @@
-"""What every other shelf may use: errors, files, strict JSON, validation and the settings of a run."""
+"""What every other shelf may use: errors, files, strict JSON, validation and the settings of a
+run.
+"""

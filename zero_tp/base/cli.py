@@ -1,4 +1,6 @@
-"""Parse arguments, run a command and exit with its status. Ranks end through `process.lifecycle` instead."""
+"""Parse arguments, run a command and exit with its status. Ranks end through `process.lifecycle`
+instead.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from zero_tp.base.errors import BAD_INPUT, INTERRUPTED, UserError, as_user_error, error_line, escape_unencodable_output
+from zero_tp.base.errors import (
+    BAD_INPUT,
+    INTERRUPTED,
+    UserError,
+    as_user_error,
+    error_line,
+    escape_unencodable_output,
+)
 
 BROKEN_PIPE, TERMINATED = 141, 143  # 128 + SIGPIPE, 128 + SIGTERM
 
@@ -30,7 +39,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog or f"python {sys.argv[0]}", allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        unknown = next((word.partition("=")[0] for word in message.split() if word.startswith("--")), "")
+        unknown = next(
+            (word.partition("=")[0] for word in message.split() if word.startswith("--")), ""
+        )
         options = self._option_string_actions if message.startswith("unrecognized") else ()
         near = difflib.get_close_matches(unknown, options, n=1)
         suggestion = f"did you mean {near[0]}? " if near else ""
@@ -43,15 +54,17 @@ def check_writable(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
-        raise UserError(f"{directory}: can't be written ({error.strerror}); give another path") from error
+        raise UserError(
+            f"{directory}: can't be written ({error.strerror}); give another path"
+        ) from error
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Run a command and end the process with its exit status (None: 0).
 
-    A `UserError`, a full disk or an OSError that names a file prints one line `error: …` on stderr; the status is 2.
-    The status is 130 after Ctrl-C, 143 after SIGTERM, and 141 if the reader of standard output has closed (`… | head`).
-    Every other exception is a bug and keeps its traceback.
+    A `UserError`, a full disk or an OSError that names a file prints one line `error: …` on stderr;
+    the status is 2. The status is 130 after Ctrl-C, 143 after SIGTERM, and 141 if the reader of
+    standard output has closed (`… | head`). Every other exception is a bug and keeps its traceback.
     """
     signal.signal(signal.SIGTERM, _terminate)
     escape_unencodable_output()
@@ -68,7 +81,9 @@ def run(main: Callable[[], int | None]) -> NoReturn:
             status = _refuse(user_error)
         else:
             raise  # another pipe or socket: a bug
-        if error.filename is None:  # stdout is broken or full; the interpreter flushes it again at exit
+        if (
+            error.filename is None
+        ):  # stdout is broken or full; the interpreter flushes it again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

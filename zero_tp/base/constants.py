@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 """Bytes of one MiB and of one GiB."""
 
 

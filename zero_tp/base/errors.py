@@ -15,9 +15,17 @@ from typing import Any
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
 _LONGEST = 1_500  # most characters of an error's line
-_LONGEST_KEY, _LONGEST_LIST, _LONGEST_CAUSE = 160, 160, 200
+_LONGEST_KEY = 160
+_LONGEST_LIST = 160
+_LONGEST_CAUSE = 200
 _JSON_KINDS = {
-    **{"NoneType": "null", "bool": "true or false", "int": "an integer", "float": "a number", "Decimal": "a number"},
+    **{
+        "NoneType": "null",
+        "bool": "true or false",
+        "int": "an integer",
+        "float": "a number",
+        "Decimal": "a number",
+    },
     **{"str": "a string", "list": "an array", "tuple": "an array", "dict": "an object"},
 }
 
@@ -57,21 +65,30 @@ def visible(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(letter if _is_visible(letter) else letter.encode("unicode_escape").decode() for letter in text)
+    return "".join(
+        letter if _is_visible(letter) else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
 
 
 def _is_visible(letter: str) -> bool:
-    return letter.isprintable() or letter in "\n\t\u200c\u200d" or unicodedata.category(letter) == "Zs"
+    return (
+        letter.isprintable() or letter in "\n\t\u200c\u200d" or unicodedata.category(letter) == "Zs"
+    )
 
 
 def escape_unencodable_output() -> None:
-    """Let standard output escape characters that its encoding lacks, such as non-UTF-8 bytes of file names."""
+    """Let standard output escape characters that its encoding lacks, such as non-UTF-8 bytes of
+    file names.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def one_line(text: str, limit: int | None = None) -> str:
-    """Return `text` in one line, with single blanks, unprintable characters escaped, cut after `limit` characters."""
+    """Return `text` in one line, with single blanks, unprintable characters escaped, cut after
+    `limit` characters.
+    """
     line = visible(" ".join(text.split()))
     return line if limit is None or len(line) <= limit else line[: limit - 1] + "…"
 
@@ -95,10 +112,14 @@ def write_stderr(text: str) -> None:
 
 
 def as_user_error(error: OSError) -> UserError | None:
-    """Return a `UserError` for an OSError that names a file or reports a full disk; None for any other."""
+    """Return a `UserError` for an OSError that names a file or reports a full disk; None for any
+    other.
+    """
     if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
-    user_error = UserError(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror))
+    user_error = UserError(
+        f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
+    )
     user_error.__cause__ = error
     return user_error
 
@@ -106,8 +127,8 @@ def as_user_error(error: OSError) -> UserError | None:
 def first_line(error: BaseException) -> str:
     """Return the first line of a library's error, for use inside another line.
 
-    All lines are joined if the first one ends with a colon ("… because:"). Without a message, it is the name of the
-    error's class. The result is cut after `_LONGEST_CAUSE` characters.
+    All lines are joined if the first one ends with a colon ("… because:"). Without a message, it is
+    the name of the error's class. The result is cut after `_LONGEST_CAUSE` characters.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, KeyError) and len(error.args) == 1:
@@ -128,8 +149,8 @@ def json_kind(name: str) -> str:
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
     """Return `did you mean "NAME"?`, or the list of valid names when none is near.
 
-    A candidate may be a dotted path (`parallel.tensor`). Its last part is compared too, to find a key that is in the
-    wrong block.
+    A candidate may be a dotted path (`parallel.tensor`). Its last part is compared too, to find a
+    key that is in the wrong block.
     """
     names = list(dict.fromkeys(valid))
     by_spelling: dict[str, str] = {}
@@ -139,7 +160,10 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
         by_spelling.setdefault(name.rsplit(".", 1)[-1].lower(), name)
     near = (
         difflib.get_close_matches(wrong.lower(), by_spelling, n=1, cutoff=0.8)
-        or sorted((spelling for spelling in by_spelling if len(wrong) > 4 and wrong.lower() in spelling), key=len)
+        or sorted(
+            (spelling for spelling in by_spelling if len(wrong) > 4 and wrong.lower() in spelling),
+            key=len,
+        )
         or difflib.get_close_matches(wrong.lower(), by_spelling, n=1, cutoff=0.6)
     )
     if near:
@@ -150,12 +174,17 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value for an error message: as JSON, unprintable characters escaped, cut after 60 characters.
+    """Return a value for an error message: as JSON, unprintable characters escaped, cut after 60
+    characters.
 
     A value of YAML that JSON can't represent is shown as its kind (`an object`).
     """
     try:
         text = visible(json.dumps(value, ensure_ascii=False, default=str))
-    except (TypeError, ValueError, RecursionError):  # a date as a key, a list in itself, an integer of 5,000 digits
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+    ):  # a date as a key, a list in itself, an integer of 5,000 digits
         return json_kind(type(value).__name__)
     return text if len(text) <= 60 else text[:57] + "..."

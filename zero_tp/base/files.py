@@ -1,4 +1,6 @@
-"""Read files of bounded size, write files and directories atomically, and wait for network file systems."""
+"""Read files of bounded size, write files and directories atomically, and wait for network file
+systems.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,23 @@ MAX_FILE_BYTES = 2**28
 NFS_VIEW_SECONDS = 60.0
 """How long an NFS client may cache attributes: the defaults of acregmax and acdirmax."""
 # File systems that only one machine mounts.
-_LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "vfat", "xfs", "zfs"})
+_LOCAL = frozenset(
+    {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "vfat", "xfs", "zfs"}
+)
 _IRREPLACEABLE = {
     errno.EBUSY: "it is a mount point, and only a directory inside it can be replaced: give one",
-    errno.EXDEV: "it is in a lower layer of its file system, as a container's image is: give another directory",
-    errno.EPERM: "it is another user's, and the directory above it has the sticky bit: give another directory",
+    errno.EXDEV: "it is in a lower layer of its file system, as a container's image is: give "
+    "another directory",
+    errno.EPERM: "it is another user's, and the directory above it has the sticky bit: give "
+    "another directory",
     errno.EACCES: "it or a directory in it is not writable for this user: give another directory",
 }
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace `path` by a file that holds `content`. A reader finds the old file or the new one, also after a crash.
+    """Replace `path` by a file that holds `content`. A reader finds the old file or the new one,
+    also after a crash.
 
     Surrogates in `content`, from file names that are not UTF-8, are written as \\udcXX.
     """
@@ -43,7 +50,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     temporary = path.with_name(path.name + ".new")
     try:
         with temporary.open("wb") as stream:
-            stream.write(content if isinstance(content, bytes) else content.encode(errors="backslashreplace"))
+            stream.write(
+                content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
+            )
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
@@ -57,18 +66,21 @@ def write_named(path: Path, content: str | bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
     except OSError as error:
-        raise UserError(f"{path}: can't be written ({error.strerror or error}); give another path") from None
+        raise UserError(
+            f"{path}: can't be written ({error.strerror or error}); give another path"
+        ) from None
 
 
 @contextlib.contextmanager
 def partial_directory(output: Path, own: Collection[str] = ()) -> Iterator[Path]:
-    """Make an empty hidden directory next to `output`. This process locks it; the end of the block removes it.
+    """Make an empty hidden directory next to `output`. This process locks it; the end of the block
+    removes it.
 
     Files of a killed process are removed first, and an output that it was replacing is put back.
 
     Args:
-        own: names of the directories that zero_tp writes in an output. Others in an old output are the user's; the end
-            of the block moves them to the new one.
+        own: names of the directories that zero_tp writes in an output. Others in an old output are
+            the user's; the end of the block moves them to the new one.
 
     Raises:
         UserError: another process writes the output, or there is one that can't be replaced.
@@ -113,7 +125,9 @@ def _locked(partial: Path, output: Path) -> Iterator[int]:
                 f"{output}: another process writes it now: wait for it, or choose another --output"
             ) from None
         if not locked and any(partial.iterdir()):
-            raise UserError(f"{partial} was left by another process: remove it unless that process still runs")
+            raise UserError(
+                f"{partial} was left by another process: remove it unless that process still runs"
+            )
         yield descriptor
     finally:
         os.close(descriptor)
@@ -140,7 +154,9 @@ def lock(file: IO[Any] | int, kind: int) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link (not its target) or a directory with all below it, if there is one of this name."""
+    """Remove a file, a link (not its target) or a directory with all below it, if there is one
+    of this name.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -150,38 +166,54 @@ def remove(path: Path) -> None:
 def clear_partial(output: Path, own: Collection[str] = ()) -> None:
     """Remove the hidden directories that a killed process left. See `partial_directory`."""
     with contextlib.suppress(UserError, OSError):
-        if hidden_sibling(output, "partial").is_dir() or hidden_sibling(output, "replaced").is_dir():
+        if (
+            hidden_sibling(output, "partial").is_dir()
+            or hidden_sibling(output, "replaced").is_dir()
+        ):
             with partial_directory(output, own):
                 pass
 
 
 def check_replaceable(output: Path, own: Collection[str] = ()) -> None:
-    """Check that an existing output can be replaced, before long work. UserError: it can't; see `partial_directory`."""
+    """Check that an existing output can be replaced, before long work. UserError: it can't; see
+    `partial_directory`.
+    """
     if output.exists():
         with partial_directory(Path(os.path.realpath(output)), own):
             pass
 
 
 def _check_replaceable(output: Path, partial: Path) -> None:
-    """Ask for a rename that must fail, because directories are not renamed to one with a file: the error says why."""
+    """Ask for a rename that must fail, because directories are not renamed to one with a file:
+    the error says why.
+    """
     (partial / "file").touch()
     try:
         for path in (output, *output.rglob("*")):
-            if path.is_dir() and not path.is_symlink() and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            if (
+                path.is_dir()
+                and not path.is_symlink()
+                and not os.access(path, os.R_OK | os.W_OK | os.X_OK)
+            ):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         os.rename(output, partial)
     except OSError as error:
         if error.errno in _IRREPLACEABLE:
-            raise UserError(f"{output}: can't be replaced: {_IRREPLACEABLE[error.errno]}") from error
+            raise UserError(
+                f"{output}: can't be replaced: {_IRREPLACEABLE[error.errno]}"
+            ) from error
     finally:
         (partial / "file").unlink()
 
 
-def put_in_place(written: Path, output: Path, is_stale: Callable[[str], bool] = lambda name: False) -> None:
+def put_in_place(
+    written: Path, output: Path, is_stale: Callable[[str], bool] = lambda name: False
+) -> None:
     """Rename a `partial_directory` to its output. The user's own files in an old output stay.
 
     Args:
-        is_stale: returns whether a file of this name is ours, not the user's, and is removed with the old output.
+        is_stale: returns whether a file of this name is ours, not the user's, and is removed with
+            the old output.
     """
     for file in output.iterdir() if output.exists() else ():
         is_replaced = is_stale(file.name) or (written / file.name).exists()
@@ -203,9 +235,11 @@ def replace_directory(written: Path, output: Path) -> None:
 
 
 def _finish_replacing(output: Path, own: Collection[str]) -> None:
-    """Put a replaced directory back if there is no new one; else move the user's own directories to the new one.
+    """Put a replaced directory back if there is no new one; else move the user's own directories to
+    the new one.
 
-    Two processes may do this at once: after its rename, a partial directory no longer locks its output.
+    Two processes may do this at once: after its rename, a partial directory no longer locks its
+    output.
     """
     replaced = hidden_sibling(output, "replaced")
     if not replaced.is_dir():
@@ -215,7 +249,9 @@ def _finish_replacing(output: Path, own: Collection[str]) -> None:
             os.replace(replaced, output)
             return
         for directory in replaced.iterdir():
-            is_users = directory.is_dir() and not directory.is_symlink() and directory.name not in own
+            is_users = (
+                directory.is_dir() and not directory.is_symlink() and directory.name not in own
+            )
             if is_users and not (output / directory.name).exists():
                 with contextlib.suppress(FileNotFoundError):
                     os.replace(directory, output / directory.name)
@@ -243,9 +279,11 @@ def sync(directory: Path, *, below: bool = True) -> None:
 
 
 def wait_until_visible(is_visible: Callable[[], bool], directory: Path) -> bool:
-    """Wait until this machine sees a change by another machine in a directory; return False if it does not.
+    """Wait until this machine sees a change by another machine in a directory; return False if it
+    does not.
 
-    A local file system needs no wait. On a network file system it ends after `NFS_VIEW_SECONDS` + 5.
+    A local file system needs no wait. On a network file system it ends after `NFS_VIEW_SECONDS` +
+    5.
     """
     deadline = time.monotonic() + (0 if is_local(directory) else NFS_VIEW_SECONDS + 5)
     while not (visible := is_visible()) and time.monotonic() < deadline:
@@ -256,8 +294,13 @@ def wait_until_visible(is_visible: Callable[[], bool], directory: Path) -> bool:
 def is_local(path: Path) -> bool:
     """Return whether only this machine writes to the file system of a path."""
     resolved = path.resolve()
-    mounts = [mount for mount in psutil.disk_partitions(all=True) if resolved.is_relative_to(mount.mountpoint)]
-    # The longest mount point is the innermost; a later mount at the same point hides an earlier one.
+    mounts = [
+        mount
+        for mount in psutil.disk_partitions(all=True)
+        if resolved.is_relative_to(mount.mountpoint)
+    ]
+    # The longest mount point is the innermost; a later mount at the same point hides an earlier
+    # one.
     innermost = max(reversed(mounts), key=lambda mount: len(mount.mountpoint), default=None)
     return innermost is not None and innermost.fstype in _LOCAL
 
@@ -278,5 +321,7 @@ def read_regular(path: Path) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_FILE_BYTES:
-            raise OSError(errno.EFBIG, f"{size:,} bytes, at most {MAX_FILE_BYTES:,} are read", str(path))
+            raise OSError(
+                errno.EFBIG, f"{size:,} bytes, at most {MAX_FILE_BYTES:,} are read", str(path)
+            )
         return file.read(MAX_FILE_BYTES)

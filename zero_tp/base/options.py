@@ -50,7 +50,9 @@ def options_of(settings: type[Any]) -> dict[str, Option]:
     return {field.name: field.metadata[OPTION] for field in fields if OPTION in field.metadata}
 
 
-def add_options(parser: argparse._ActionsContainer, settings: type[Any], names: Sequence[str] | None = None) -> None:
+def add_options(
+    parser: argparse._ActionsContainer, settings: type[Any], names: Sequence[str] | None = None
+) -> None:
     """Add the options of a dataclass to a parser, or to a group of its options.
 
     Args:
@@ -66,7 +68,9 @@ def add_options(parser: argparse._ActionsContainer, settings: type[Any], names: 
 
 
 def _parsed(default: Any) -> Any:
-    """Return a field's default as argparse has it: it extends lists, and a required field is None."""
+    """Return a field's default as argparse has it: it extends lists, and a required field is
+    None.
+    """
     if isinstance(default, tuple):
         return list(default)
     return None if default is dataclasses.MISSING else default

@@ -1,4 +1,5 @@
-"""Draw figures, and write them into one HTML page that loads nothing from a network, with PNG files next to it.
+"""Draw figures, and write them into one HTML page that loads nothing from a network, with PNG files
+next to it.
 
 Reports of runs, plans, profiles and corpora use it. Tables for a terminal are laid out here too.
 """
@@ -52,11 +53,15 @@ def write(path: Path, title: str, parts: Iterable[str], figures: Mapping[str, An
     Returns:
         The files written, the page first.
     """
-    name, body = html.escape(title), "\n".join(parts)
+    name = html.escape(title)
+    body = "\n".join(parts)
     head = f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
     text = f"{head}\n<style>{STYLE}</style></head>\n<body><h1>{name}</h1>\n{body}\n</body></html>\n"
     write_named(path, text)
-    pictures = {path.with_name(f"{path.stem}{suffix and '_'}{suffix}.png"): figures[suffix] for suffix in figures}
+    pictures = {
+        path.with_name(f"{path.stem}{suffix and '_'}{suffix}.png"): figures[suffix]
+        for suffix in figures
+    }
     for picture, figure in pictures.items():
         png = io.BytesIO()
         figure.savefig(png, format="png", dpi=150)
@@ -79,7 +84,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") 
 
 
 def values_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return the values behind a curve as a table that opens on a click, thinned to `TABLE_ROWS` rows."""
+    """Return the values behind a curve as a table that opens on a click, thinned to `TABLE_ROWS`
+    rows.
+    """
     summary = f"<summary>{html.escape(title)}</summary>"
     return f"<details>{summary}{table(header, thinned(rows))}</details>"
 
@@ -91,7 +98,9 @@ def thinned(rows: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
 
 
 def text_table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Return the lines of a table for a terminal; the columns of `left` are flush left, the others flush right."""
+    """Return the lines of a table for a terminal; the columns of `left` are flush left, the
+    others flush right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -116,7 +125,9 @@ def new_figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError("pictures need matplotlib: pip install -c constraints.txt -e .[plot]") from None
+        raise UserError(
+            "pictures need matplotlib: pip install -c constraints.txt -e .[plot]"
+        ) from None
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -130,4 +141,6 @@ def style_axes(axes: Any, title: str) -> Any:
 
 def legend(axes: Any, *, reverse: bool = False) -> None:
     """Draw the legend to the right of the axes."""
-    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=reverse)
+    axes.legend(
+        fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=reverse
+    )

@@ -8,7 +8,9 @@ import zero_tp
 
 CONFIGS = "ds_configs"
 PACKED = "_shipped"
-"""The directory of shipped files in a wheel (setup.py). In a checkout they are in the repository's root."""
+"""The directory of shipped files in a wheel (setup.py). In a checkout they are in the
+repository's root.
+"""
 
 
 def shipped_path(name: str) -> Path:
@@ -25,7 +27,9 @@ def config_names() -> list[str]:
 
 
 def find_config(name: str | Path) -> Path:
-    """Return the shipped config called `name` (`papers/` may be left out), or `name` if it is a file or unknown."""
+    """Return the shipped config called `name` (`papers/` may be left out), or `name` if it is a
+    file or unknown.
+    """
     file = Path(name)
     named = [known for known in config_names() if str(name) in (known, Path(known).name)]
     return shipped_path(CONFIGS) / f"{named[0]}.json" if named and not file.is_file() else file

@@ -11,7 +11,8 @@ from typing import Any
 from zero_tp.base.errors import ConfigError, shown
 from zero_tp.base.files import read_regular
 
-_MAX_DIGITS, _MAX_LEVELS = 100, 100
+_MAX_DIGITS = 100
+_MAX_LEVELS = 100
 
 
 class InvalidJson(ValueError):
@@ -27,8 +28,8 @@ def parse_json(text: bytes | str) -> Any:
 
     Raises:
         InvalidUnicode: it is not UTF-8, or a string has an unpaired surrogate.
-        InvalidJson: it is not JSON (with line and column), has a key twice, NaN or Infinity, an integer of more than
-            100 digits, or more than 100 levels.
+        InvalidJson: it is not JSON (with line and column), has a key twice, NaN or Infinity, an
+            integer of more than 100 digits, or more than 100 levels.
     """
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
@@ -40,7 +41,9 @@ def parse_json(text: bytes | str) -> Any:
             parse_int=_bounded_int,
         )
     except json.JSONDecodeError as error:
-        raise InvalidJson(f"not valid JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
+        raise InvalidJson(
+            f"not valid JSON: {error.msg} at line {error.lineno} column {error.colno}"
+        ) from None
     except UnicodeDecodeError as error:
         raise InvalidUnicode(f"not UTF-8 at byte {error.start}") from None
     except RecursionError:
@@ -52,7 +55,9 @@ def parse_json(text: bytes | str) -> Any:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) < len(pairs):
-        duplicate = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        duplicate = next(
+            key for key, count in Counter(key for key, _ in pairs).items() if count > 1
+        )
         raise InvalidJson(f"the key {shown(duplicate)} appears twice in one object")
     return unique
 
@@ -77,14 +82,18 @@ def _check_levels_and_strings(value: Any, levels: int) -> None:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise InvalidUnicode(f"unpaired surrogate at character {error.start} of a string") from None
+            raise InvalidUnicode(
+                f"unpaired surrogate at character {error.start} of a string"
+            ) from None
     elif isinstance(value, (dict, list)):
         for inner in (*value, *value.values()) if isinstance(value, dict) else value:
             _check_levels_and_strings(inner, levels - 1)
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
-    """Return the object of a JSON text. An array, a number or a string raises InvalidJson, too; see `parse_json`."""
+    """Return the object of a JSON text. An array, a number or a string raises InvalidJson, too;
+    see `parse_json`.
+    """
     value = parse_json(text)
     if not isinstance(value, dict):
         raise InvalidJson(f"holds {shown(value)}, not an object")
@@ -96,7 +105,9 @@ def read_object(path: Path) -> dict[str, Any]:
     return parse_object(read_regular(path))
 
 
-def read_json(path: Path, remedy: str = "give the path of a JSON config, or a name of ds_configs") -> dict[str, Any]:
+def read_json(
+    path: Path, remedy: str = "give the path of a JSON config, or a name of ds_configs"
+) -> dict[str, Any]:
     """Return the object in a JSON file that the user has named.
 
     Args:

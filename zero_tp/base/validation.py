@@ -51,7 +51,9 @@ class ConfigErrors(ConfigError):
     def __init__(self, errors: Sequence[ConfigError]) -> None:
         super().__init__(errors[0].key, errors[0].problem, errors[0].remedy)
         keys = [error.key for error in errors]
-        self.errors = [error for index, error in enumerate(errors) if keys.index(error.key) == index]
+        self.errors = [
+            error for index, error in enumerate(errors) if keys.index(error.key) == index
+        ]
 
 
 class ErrorCollector:
@@ -63,7 +65,9 @@ class ErrorCollector:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> bool:
         if isinstance(error, ConfigErrors):
             self.errors += error.errors
         elif isinstance(error, ConfigError):
@@ -79,13 +83,15 @@ class ErrorCollector:
 def validate(model: type[Model], raw: Any, path: str, earlier: Iterable[ConfigError] = ()) -> Model:
     """Return `raw`, the JSON value at `path`, as an instance of `model`.
 
-    An integer may be written as 5e8, as in DeepSpeed's documentation. Strings are not numbers, and true is not 1.
+    An integer may be written as 5e8, as in DeepSpeed's documentation. Strings are not numbers, and
+    true is not 1.
 
     Args:
         earlier: errors of earlier checks; they come first, and their keys are not validated again.
 
     Raises:
-        ConfigErrors: not an object, or each unknown key (with the nearest valid one), missing key, wrong type or value.
+        ConfigErrors: not an object, or each unknown key (with the nearest valid one), missing key,
+            wrong type or value.
     """
     if not isinstance(raw, dict):
         raise ConfigErrors([_not_an_object(raw, path)])
@@ -94,27 +100,40 @@ def validate(model: type[Model], raw: Any, path: str, earlier: Iterable[ConfigEr
     try:
         parsed = model(**remaining)
     except ValidationError as error:
-        # For a union pydantic lists an error per member. Those of our own rules say the most: put them first.
-        details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "value_error")
+        # For a union pydantic lists an error per member. Those of our own rules say the most: put
+        # them first.
+        details = sorted(
+            error.errors(include_url=False), key=lambda detail: detail["type"] != "value_error"
+        )
         errors += (_from_pydantic(detail, raw, path) for detail in details)
     else:
         errors += _coercion_errors(remaining, parsed.model_dump(by_alias=True), path)
         if not errors:
             return parsed
     # For a union, report the member whose errors are deepest.
-    deepest = [error for error in errors if not any(other.key.startswith(f"{error.key}.") for other in errors)]
+    deepest = [
+        error
+        for error in errors
+        if not any(other.key.startswith(f"{error.key}.") for other in errors)
+    ]
     raise ConfigErrors(deepest) from None
 
 
 def _unknown_keys(model: type[BaseModel], raw: dict[str, Any], path: str) -> Iterator[ConfigError]:
-    """Yield an error for each key of `raw` that names no field of `model` or of the models within."""
+    """Yield an error for each key of `raw` that names no field of `model` or of the models
+    within.
+    """
     fields = fields_by_name(model)
     for key, value in raw.items():
         where = f"{path}.{key}" if path else key
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.8)  # this block's names precede nested ones
+            near = difflib.get_close_matches(
+                key, fields, n=1, cutoff=0.8
+            )  # this block's names precede nested ones
             yield ConfigError(where, "unknown key", did_you_mean(key, near or nested_names(model)))
-        elif (inner := nested_model(fields[key].annotation)) is not None and isinstance(value, dict):
+        elif (inner := nested_model(fields[key].annotation)) is not None and isinstance(
+            value, dict
+        ):
             yield from _unknown_keys(inner, value, where)
         elif inner is not None and inner is fields[key].annotation:
             yield _not_an_object(value, where)
@@ -125,7 +144,9 @@ def _not_an_object(value: Any, path: str) -> ConfigError:
 
 
 def _drop_keys(keys: set[str], raw: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return `raw`, the value at `path`, without these dotted keys, on which DeepSpeed's validators may fail."""
+    """Return `raw`, the value at `path`, without these dotted keys, on which DeepSpeed's
+    validators may fail.
+    """
     return {
         key: _drop_keys(keys, value, where) if isinstance(value, dict) else value
         for key, value in raw.items()
@@ -141,7 +162,8 @@ def fields_by_name(model: type[BaseModel]) -> dict[str, FieldInfo]:
 def nested_names(
     model: type[BaseModel], prefix: str = "", within: frozenset[type[BaseModel]] = frozenset()
 ) -> Iterator[str]:
-    """Yield the model's key names, then the dotted names of nested models; a recursive model is entered once.
+    """Yield the model's key names, then the dotted names of nested models; a recursive model is
+    entered once.
 
     Args:
         within: the models that contain this one.
@@ -166,7 +188,9 @@ def nested_model(annotation: Any) -> type[BaseModel] | None:
 def _from_pydantic(detail: Any, raw: Any, path: str) -> ConfigError:
     """Return one of pydantic's `errors()` as a ConfigError with JSON's names."""
     parts, value = _locate(detail["loc"], detail["type"], raw, path)
-    key, kind, context = ".".join(parts), detail["type"], detail.get("ctx", {})
+    key = ".".join(parts)
+    kind = detail["type"]
+    context = detail.get("ctx", {})
     if kind == "missing":
         return ConfigError(key, MISSING, "add it (docs/config.md describes it)")
     if kind == "string_too_short" or (kind == "too_short" and not value):
@@ -175,7 +199,11 @@ def _from_pydantic(detail: Any, raw: Any, path: str) -> ConfigError:
         words = context["expected"].replace(" or ", ", ").split(",")
         options = list(dict.fromkeys(word.strip().strip("'") for word in words))
         wrong = f"{shown(value)} is not one of " + ", ".join(options)
-        return ConfigError(key, wrong, did_you_mean(value, options) if isinstance(value, str) else "use one of these")
+        return ConfigError(
+            key,
+            wrong,
+            did_you_mean(value, options) if isinstance(value, str) else "use one of these",
+        )
     for prefix, expected in EXPECTED.items():
         if kind.startswith(prefix + "_"):
             return ConfigError(key, f"expected {expected}, got {shown(value)}", f"write {expected}")
@@ -186,7 +214,8 @@ def _from_pydantic(detail: Any, raw: Any, path: str) -> ConfigError:
 
 def _locate(location: tuple[Any, ...], kind: str, raw: Any, path: str) -> tuple[list[str], Any]:
     """Return a key's parts and its JSON value, without the union members in pydantic's location."""
-    parts, value = [path] if path else [], raw
+    parts = [path] if path else []
+    value = raw
     for part in location:
         is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
         if is_index or (isinstance(value, dict) and part in value):
@@ -201,12 +230,16 @@ def _coercion_errors(written: Any, value: Any, where: str) -> Iterator[ConfigErr
     """Yield an error for each value that pydantic has converted: "8" to 8, and true to 1."""
     if isinstance(written, dict) and isinstance(value, dict):
         for key in filter(value.__contains__, written):  # in the file's order
-            yield from _coercion_errors(written[key], value[key], f"{where}.{key}" if where else key)
+            yield from _coercion_errors(
+                written[key], value[key], f"{where}.{key}" if where else key
+            )
     elif isinstance(written, list) and isinstance(value, (list, tuple)):
         for index, pair in enumerate(zip(written, value, strict=True)):
             yield from _coercion_errors(*pair, f"{where}.{index}")
     elif isinstance(value, (bool, int, float)) and (
         isinstance(written, str) or isinstance(value, bool) != isinstance(written, bool)
     ):
-        expected = EXPECTED["bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"]
+        expected = EXPECTED[
+            "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
+        ]
         yield ConfigError(where, f"expected {expected}, got {shown(written)}", f"write {expected}")

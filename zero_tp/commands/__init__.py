@@ -1,7 +1,8 @@
 """The table of commands, which `zero-tp` and the scripts of launch/ and eval/ start.
 
-Each command is a module of its name with `add_arguments(parser)` and `main(options)`. A command that may run as one of
-several ranks has `start(parse, verbose)` instead of `main`; it ends the process.
+Each command is a module of its name with `add_arguments(parser)` and `main(options)`. A command
+that may run as one of several ranks has `start(parse, verbose)` instead of `main`; it ends the
+process.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ COMMANDS = {
     "plan": Command("estimate memory and time of a run, and find better settings"),
     "convert": Command("write a run's checkpoint as a Hugging Face model"),
     "inspect": Command("describe a checkpoint"),
-    "evaluate": Command("evaluate a model on zero-shot tasks, as one rank or under a launcher", ranks=True),
+    "evaluate": Command(
+        "evaluate a model on zero-shot tasks, as one rank or under a launcher", ranks=True
+    ),
     "sample": Command("continue a prompt with an exported model"),
     "report": Command("plot the metrics of runs, as a page and a picture"),
     "schema": Command("print the JSON schema of the config file, for editors"),
@@ -50,7 +53,9 @@ def command_module(name: str) -> Any:
     return importlib.import_module(f"{__name__}.{name}")
 
 
-def start(name: str, arguments: Sequence[str] | None = None, prog: str | None = None, **options: Any) -> NoReturn:
+def start(
+    name: str, arguments: Sequence[str] | None = None, prog: str | None = None, **options: Any
+) -> NoReturn:
     """Run a command and end this process.
 
     Args:
@@ -58,7 +63,8 @@ def start(name: str, arguments: Sequence[str] | None = None, prog: str | None = 
         prog: the command's name in messages; by default the script's.
         options: arguments of the module's own `start`.
     """
-    command, arguments = COMMANDS[name], sys.argv[1:] if arguments is None else arguments
+    command = COMMANDS[name]
+    arguments = sys.argv[1:] if arguments is None else arguments
     verbose = "--verbose" in arguments
     if command.quiet:
         quiet_libraries(verbose)

@@ -1,7 +1,9 @@
-"""Check a run's JSON file without ranks: keys, combinations, batch sizes, and whether its data exist.
+"""Check a run's JSON file without ranks: keys, combinations, batch sizes, and whether its data
+exist.
 
-The exit status is 0 if a run can start, 1 if FILE is valid but a file or directory that a run reads is missing, and
-2 if FILE is invalid: one line for each wrong key or, if all keys are valid, for each refused combination.
+The exit status is 0 if a run can start, 1 if FILE is valid but a file or directory that a run reads
+is missing, and 2 if FILE is invalid: one line for each wrong key or, if all keys are valid, for
+each refused combination.
 """
 
 from __future__ import annotations
@@ -29,8 +31,12 @@ FILE = "the run's JSON file, or the name of one that is shipped, such as quickst
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, "file", FILE)
-    parser.add_argument("--world-size", type=int, metavar="N", help="the number of ranks to check it for")
-    parser.add_argument("--explain", metavar="KEY", help="print this key's value, its source and what reads it")
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="the number of ranks to check it for"
+    )
+    parser.add_argument(
+        "--explain", metavar="KEY", help="print this key's value, its source and what reads it"
+    )
     add_settings(parser)
     add_parent(parser)
 
@@ -47,24 +53,32 @@ def add_parent(parser: argparse._ActionsContainer) -> None:
         dest="parent",
         type=Path,
         metavar="RUN|CHECKPOINT",
-        help="start a new run from the weights and moments of this one, with FILE's own schedule, batch and data",
+        help="start a new run from the weights and moments of this one, with FILE's own schedule, "
+        "batch and data",
     )
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add the options that `check` and `pretrain` share."""
-    parser.add_argument("--output-dir", type=Path, metavar="RUN", help="run directory (default: runs/<name of FILE>)")
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        metavar="RUN",
+        help="run directory (default: runs/<name of FILE>)",
+    )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="override a key, such as zero_tp.training.steps=100 (VALUE is JSON, else a string); may be repeated",
+        help="override a key, such as zero_tp.training.steps=100 (VALUE is JSON, else a string); "
+        "may be repeated",
     )
     parser.add_argument(
         "--allow-pickle",
         action="store_true",
-        help="let zero_tp.model.from_pretrained read pickled weights (pytorch_model.bin), if you trust their source",
+        help="let zero_tp.model.from_pretrained read pickled weights (pytorch_model.bin), if you "
+        "trust their source",
     )
 
 
@@ -87,13 +101,21 @@ def main(options: argparse.Namespace) -> int:
         return 0
     check_installed(config)
     check_accelerator(config.dtype, get_accelerator())
-    absent, inputs = config.missing_files(), None
+    absent = config.missing_files()
+    inputs = None
     if config.pretrained is not None and config.pretrained not in absent:
-        find_weights(resolve(config.pretrained, allow_pickle=options.allow_pickle), options.allow_pickle)
+        find_weights(
+            resolve(config.pretrained, allow_pickle=options.allow_pickle), options.allow_pickle
+        )
     directory = options.output_dir or Path("runs") / config.name
-    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    existing = next(
+        path for path in (directory.absolute(), *directory.absolute().parents) if path.exists()
+    )
     if not existing.is_dir():
-        raise UserError(f"{directory}: cannot be a run's directory ({existing} is a file); give another --output-dir")
+        raise UserError(
+            f"{directory}: cannot be a run's directory ({existing} is a file); give another "
+            "--output-dir"
+        )
     if not absent:
         from zero_tp.run.run_inputs import RunInputs
 
@@ -114,7 +136,9 @@ Lines = Iterator[tuple[str, str]]
 """(label, text) of each line."""
 
 
-def describe(config: RunConfig, directory: Path, inputs: RunInputs | None = None, parent: Path | None = None) -> str:
+def describe(
+    config: RunConfig, directory: Path, inputs: RunInputs | None = None, parent: Path | None = None
+) -> str:
     """Return the description of a valid config.
 
     Args:
@@ -135,7 +159,10 @@ def describe(config: RunConfig, directory: Path, inputs: RunInputs | None = None
         ("weights", _initial_weights(config, directory, parent)),
         *_corpora(config, inputs),
         *(("no effect", text) for text in config.without_effect()),
-        *(("note", text) for text in (*config.cautions(), *(inputs.notes if inputs is not None else ()))),
+        *(
+            ("note", text)
+            for text in (*config.cautions(), *(inputs.notes if inputs is not None else ()))
+        ),
         *(("not here", _missing(path, config)) for path in absent),
     ]
     if absent and parent is not None:
@@ -145,31 +172,55 @@ def describe(config: RunConfig, directory: Path, inputs: RunInputs | None = None
 
 def _settings(config: RunConfig, parameters: int) -> Lines:
     """Describe the model, the batch and the schedule."""
-    block, batch, optimizer = config.zero_tp, config.batch, config.settings.optimizer
-    tensor, length, steps = block.parallel.tensor, block.data.sequence_length, block.training.steps
+    block = config.zero_tp
+    batch = config.batch
+    optimizer = config.settings.optimizer
+    tensor = block.parallel.tensor
+    length = block.data.sequence_length
+    steps = block.training.steps
     model = config.hf_config()
     kind = f"{model.model_type}, {model.num_hidden_layers} layers, hidden {model.hidden_size}"
     sizes = f"{model.num_attention_heads} heads, vocabulary {model.vocab_size:,}"
     yield "model", f"{kind}, {sizes}: {parameters:,} parameters"
     sequence = ", sequence parallel" if block.parallel.sequence and tensor > 1 else ""
     if config.world_size is None:
-        yield "ranks", f"a multiple of {tensor} (tensor {tensor} × data ?){sequence}; --world-size N checks batch sizes"
+        yield (
+            "ranks",
+            f"a multiple of {tensor} (tensor {tensor} × data ?){sequence}; --world-size N checks "
+            "batch sizes",
+        )
     else:
-        yield "ranks", f"{config.world_size} = tensor {tensor} × data {config.data_parallel}{sequence}"
+        yield (
+            "ranks",
+            f"{config.world_size} = tensor {tensor} × data {config.data_parallel}{sequence}",
+        )
     yield "ZeRO", f"stage {config.zero_stage}, {config.dtype}"
-    factors = (("micro", batch.micro), ("accumulation", batch.accumulation), ("data", batch.data_parallel))
-    yield "batch", f"{batch.total or '?'} samples = " + " × ".join(f"{name} {size or '?'}" for name, size in factors)
+    factors = (
+        ("micro", batch.micro),
+        ("accumulation", batch.accumulation),
+        ("data", batch.data_parallel),
+    )
+    yield (
+        "batch",
+        f"{batch.total or '?'} samples = "
+        + " × ".join(f"{name} {size or '?'}" for name, size in factors),
+    )
     assert optimizer is not None, "a run's config has one"
-    rate, clip = optimizer.params.lr, config.settings.gradient_clipping
+    rate = optimizer.params.lr
+    clip = config.settings.gradient_clipping
     yield "optimizer", f"{optimizer.type}, lr {rate:g}, clip {clip:g}"
     yield "schedule", _schedule(config)
-    tokens, total = ("?" if batch.total is None else f"{batch.total * length * number:,}" for number in (1, steps))
+    tokens, total = (
+        "?" if batch.total is None else f"{batch.total * length * number:,}"
+        for number in (1, steps)
+    )
     yield "steps", f"{steps:,} of {tokens} tokens (sequence length {length:,}): {total} tokens"
 
 
 def _schedule(config: RunConfig) -> str:
     """Return the schedule's type, and its rates at a few steps."""
-    schedule, optimizer = config.settings.scheduler, config.settings.optimizer
+    schedule = config.settings.scheduler
+    optimizer = config.settings.optimizer
     steps = config.zero_tp.training.steps
     if schedule is None or optimizer is None:
         return "none: constant rate"
@@ -180,7 +231,9 @@ def _schedule(config: RunConfig) -> str:
     warmup = next((int(written[name]) for name in WARMUPS if name in written), 1)
     chosen = sorted({1, min(max(1, warmup), steps), (steps + 1) // 2, steps})
     points = zip(chosen, rates(schedule, optimizer.params.lr, chosen), strict=True)
-    return f"{schedule.type}, lr " + ", ".join(f"{rate:.3g} at step {step:,}" for step, rate in points)
+    return f"{schedule.type}, lr " + ", ".join(
+        f"{rate:.3g} at step {step:,}" for step, rate in points
+    )
 
 
 def _initial_weights(config: RunConfig, directory: Path, parent: Path | None) -> str:
@@ -190,18 +243,25 @@ def _initial_weights(config: RunConfig, directory: Path, parent: Path | None) ->
         return f"of {directory}, which the run resumes from step {steps[-1]:,}"
     if parent is not None:
         return f"of {parent}, with its moments"
-    return f"of {config.pretrained}" if config.pretrained else f"drawn from the seed {config.zero_tp.training.seed}"
+    return (
+        f"of {config.pretrained}"
+        if config.pretrained
+        else f"drawn from the seed {config.zero_tp.training.seed}"
+    )
 
 
 def _model_states(config: RunConfig, parameters: int) -> Lines:
     """Describe a rank's memory for weights, gradients and optimizer, by ZeRO's formula."""
     from zero_tp.tools.planning.formulas import model_states
 
-    data, zero = config.batch.data_parallel, config.settings.zero_optimization
+    data = config.batch.data_parallel
+    zero = config.settings.zero_optimization
     if data is None:
         return
     element_bytes = 4 if config.dtype == "fp32" else 2
-    states = model_states(parameters / config.zero_tp.parallel.tensor, config.zero_stage, data, element_bytes)
+    states = model_states(
+        parameters / config.zero_tp.parallel.tensor, config.zero_stage, data, element_bytes
+    )
     parts = [f"{name} {in_gib(size)}" for name, size in states.items()]
     devices = {"offload_optimizer": zero.optimizer_device, "offload_param": zero.param_device}
     parts += [f"{block} to {device}" for block, device in devices.items() if device != "none"]
@@ -213,8 +273,12 @@ def _corpora(config: RunConfig, inputs: RunInputs | None) -> Lines:
     """Describe each corpus and its number of epochs."""
     if inputs is None:
         return
-    samples, weights, batch = inputs.samples, config.zero_tp.data.train, config.batch
-    for corpus, windows, weight in zip(samples.corpora, samples.windows, weights.values(), strict=True):
+    samples = inputs.samples
+    weights = config.zero_tp.data.train
+    batch = config.batch
+    for corpus, windows, weight in zip(
+        samples.corpora, samples.windows, weights.values(), strict=True
+    ):
         run = (batch.total or 0) * config.zero_tp.training.steps * weight / sum(weights.values())
         epochs = f"{run / windows:.3g}" if batch.total else "?"
         yield "data", f"{corpus.prefix}: {corpus.tokens:,} tokens, {epochs} epochs"
@@ -236,12 +300,19 @@ def _export_notes(inputs: RunInputs) -> list[str]:
         copy_tokenizer(inputs.tokenizer, directory, None)
         problem = match_tokenizer(directory, open_tokenizer(inputs.tokenizer))
     model_type = inputs.model_config.model_type
-    line = f"an export will lack the tokenizer {inputs.tokenizer}, which transformers opens with other ids beside a "
+    line = (
+        f"an export will lack the tokenizer {inputs.tokenizer}, which transformers opens with "
+        "other ids beside a "
+    )
     return [f"{line}{model_type}: {problem}"] if problem else []
 
 
 def _missing(path: Path, config: RunConfig) -> str:
-    """Describe a missing file; suggest the corpora in the directory of the same name, if there is one."""
+    """Describe a missing file; suggest the corpora in the directory of the same name, if there
+    is one.
+    """
     on_hub = " and asks the Hugging Face hub for" if str(path) in config.hub_names else ""
     corpora = sorted(str(index.with_suffix("")) for index in path.with_suffix("").glob("*.idx"))
-    return f"{path}, which a run needs{on_hub}" + (f"; did you mean {' or '.join(corpora)}?" if corpora else "")
+    return f"{path}, which a run needs{on_hub}" + (
+        f"; did you mean {' or '.join(corpora)}?" if corpora else ""
+    )

@@ -2,7 +2,8 @@
 
     %(prog)s to-hf runs/quickstart --output exports/quickstart
 
-The weights are the fp32 masters that the optimizer keeps, read one at a time; AutoModelForCausalLM opens the result.
+The weights are the fp32 masters that the optimizer keeps, read one at a time; AutoModelForCausalLM
+opens the result.
 """
 
 from __future__ import annotations
@@ -19,15 +20,30 @@ from zero_tp.commands import inspect
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="to-hf")
     to_hf = actions.add_parser("to-hf", help="write a Hugging Face model directory")
-    to_hf.add_argument("--output", type=Path, required=True, metavar="DIR", help="where to write; must not exist yet")
-    to_hf.add_argument("--overwrite", action="store_true", help="replace DIR when it exists")
-    to_hf.add_argument("--dtype", choices=DTYPES, default="fp32", help="dtype of the weights (default: fp32)")
     to_hf.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="tokenizer's directory or hub name (default: the run's)"
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="where to write; must not exist yet",
     )
-    to_hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a weights file (default: 5GB)")
+    to_hf.add_argument("--overwrite", action="store_true", help="replace DIR when it exists")
     to_hf.add_argument(
-        "--push", metavar="OWNER/NAME", help="then upload DIR to the Hugging Face hub, into a private repository if new"
+        "--dtype", choices=DTYPES, default="fp32", help="dtype of the weights (default: fp32)"
+    )
+    to_hf.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="tokenizer's directory or hub name (default: the run's)",
+    )
+    to_hf.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="of a weights file (default: 5GB)"
+    )
+    to_hf.add_argument(
+        "--push",
+        metavar="OWNER/NAME",
+        help="then upload DIR to the Hugging Face hub, into a private repository if new",
     )
     inspect.add_source(to_hf)
     inspect.add_arguments(actions.add_parser("inspect"))  # is refused: earlier versions had it
@@ -55,8 +71,13 @@ def to_hf(options: argparse.Namespace) -> None:
     except OSError as error:
         if error.filename is not None:
             raise
-        raise UserError(f"{options.output}: can't be written ({error.strerror}); give another --output") from error
-    print(f"{converted.checkpoint} → {options.output} ({converted.parameters:,} parameters, {options.dtype})")
+        raise UserError(
+            f"{options.output}: can't be written ({error.strerror}); give another --output"
+        ) from error
+    print(
+        f"{converted.checkpoint} → {options.output} ({converted.parameters:,} parameters, "
+        f"{options.dtype})"
+    )
     for note in converted.notes:
         print(note)
     print(
@@ -67,11 +88,14 @@ def to_hf(options: argparse.Namespace) -> None:
     if options.push:
         print(f"uploaded to {push(options.output, options.push)}")
     if converted.causal and converted.tokenizer is not None:
-        print(f'next: run zero-tp sample --model {shlex.quote(str(options.output))} --prompt "TEXT"')
+        print(
+            f'next: run zero-tp sample --model {shlex.quote(str(options.output))} --prompt "TEXT"'
+        )
 
 
 def push(directory: Path, name: str) -> str:
-    """Upload an exported model to the Hugging Face hub, with the token of `hf auth login`; return its address.
+    """Upload an exported model to the Hugging Face hub, with the token of `hf auth login`; return
+    its address.
 
     Raises:
         UserError: the name is invalid, the hub cannot be reached, or it refuses the model.
@@ -91,5 +115,7 @@ def push(directory: Path, name: str) -> str:
 def main(options: argparse.Namespace) -> None:
     if options.action == "inspect":
         source = shlex.quote(str(options.source))
-        raise UserError(f"inspect: convert does not describe checkpoints; run zero-tp inspect {source}")
+        raise UserError(
+            f"inspect: convert does not describe checkpoints; run zero-tp inspect {source}"
+        )
     to_hf(options)

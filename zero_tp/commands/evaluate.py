@@ -1,4 +1,6 @@
-"""Evaluate a causal language model, from a Hugging Face directory or a training run, without fine-tuning it."""
+"""Evaluate a causal language model, from a Hugging Face directory or a training run, without
+fine-tuning it.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ tasks
   lambada      is a passage's last word the most likely one? The test split, or --data lambada=FILE:
                JSON lines with "context" and "continuation" or with the passage as "text", or a
                passage a line in .txt
-  multiple_choice  of your own questions, --data multiple_choice=FILE: JSON lines with query, choices
-               and gold
+  multiple_choice  of your own questions, --data multiple_choice=FILE: JSON lines with query,
+               choices and gold
   any other    is a task, group or tag of lm-eval: arc_easy, hellaswag, piqa, mmlu, …
 
 Without --data the texts come from the Hugging Face hub or its cache. docs/evaluation.md says what

@@ -57,7 +57,10 @@ def explain(config: RunConfig, overrides: Sequence[str], key: str) -> str:
     Raises:
         ConfigError: there is no such key.
     """
-    lines = [("key", key), *(_refused(key) if key in REFUSED_KEYS else _known(config, overrides, key))]
+    lines = [
+        ("key", key),
+        *(_refused(key) if key in REFUSED_KEYS else _known(config, overrides, key)),
+    ]
     return "\n".join(f"{name:<10} {text}" for name, text in lines)
 
 
@@ -85,14 +88,19 @@ def _known(config: RunConfig, overrides: Sequence[str], key: str) -> Lines:
     yield from _rules(config, key)
 
 
-def _keys(node: Schema, definitions: Schema, values: Any, path: str) -> Iterator[tuple[str, Schema]]:
+def _keys(
+    node: Schema, definitions: Schema, values: Any, path: str
+) -> Iterator[tuple[str, Schema]]:
     """Yield each dotted key below a schema's node, with its own node.
 
     Args:
-        values: the config's values there; of the cases by `type`, those of another type are left out.
+        values: the config's values there; of the cases by `type`, those of another type are left
+            out.
     """
     if "$ref" in node:
-        yield from _keys(definitions.get(node["$ref"].rpartition("/")[2], {}), definitions, values, path)
+        yield from _keys(
+            definitions.get(node["$ref"].rpartition("/")[2], {}), definitions, values, path
+        )
     for inner in node.get("anyOf", ()):
         yield from _keys(inner, definitions, values, path)
     for case in node.get("allOf", ()):
@@ -112,9 +120,12 @@ def _is_case(patterns: Schema, values: Any) -> bool:
     return True
 
 
-def _value(config: RunConfig, overrides: Sequence[str], key: str, node: Schema, resolved: Any) -> Lines:
+def _value(
+    config: RunConfig, overrides: Sequence[str], key: str, node: Schema, resolved: Any
+) -> Lines:
     """Yield the value, its source and its default."""
-    written, changed = read_json(config.path), dict[str, Any]()
+    written = read_json(config.path)
+    changed = dict[str, Any]()
     for values in (written, changed):
         apply_overrides(values, overrides)
         use_current_names(values)

@@ -7,14 +7,19 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
+    parser.add_argument(
+        "--verify", action="store_true", help="read every file and compare its checksum"
+    )
     add_source(parser)
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
     """Add the argument that names a run or a checkpoint."""
     parser.add_argument(
-        "source", type=Path, metavar="RUN|CHECKPOINT", help="a run (its newest checkpoint) or RUN/checkpoints/step_N"
+        "source",
+        type=Path,
+        metavar="RUN|CHECKPOINT",
+        help="a run (its newest checkpoint) or RUN/checkpoints/step_N",
     )
 
 

@@ -28,12 +28,21 @@ TOP = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, "file", FILE)
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of devices")
     parser.add_argument(
-        "--device", required=True, metavar="NAME|JSON", help=f"{', '.join(NAMES)}, or a JSON file that describes one"
+        "--world-size", type=int, required=True, metavar="N", help="number of devices"
     )
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of FILE; may be repeated"
+        "--device",
+        required=True,
+        metavar="NAME|JSON",
+        help=f"{', '.join(NAMES)}, or a JSON file that describes one",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key of FILE; may be repeated",
     )
     parser.add_argument(
         "--tokens",
@@ -42,11 +51,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of the whole run, such as 2e12 (default: those of FILE's steps)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument("--search", action="store_true", help="try other settings at the same global batch")
-    parser.add_argument("--top", type=int, metavar="N", help=f"candidates that --search shows (default {TOP})")
-    parser.add_argument("--write", type=Path, metavar="OUT", help="with --search: write the fastest as a run config")
-    parser.add_argument("--dry-run", action="store_true", help="run all layers with fake tensors and compare")
-    parser.add_argument("--html", type=Path, metavar="OUT", help="write a page with a picture, and a PNG beside it")
+    parser.add_argument(
+        "--search", action="store_true", help="try other settings at the same global batch"
+    )
+    parser.add_argument(
+        "--top", type=int, metavar="N", help=f"candidates that --search shows (default {TOP})"
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="OUT", help="with --search: write the fastest as a run config"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="run all layers with fake tensors and compare"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="OUT", help="write a page with a picture, and a PNG beside it"
+    )
 
 
 def check(options: argparse.Namespace) -> None:
@@ -54,8 +73,13 @@ def check(options: argparse.Namespace) -> None:
         if number is not None and number < 1:
             raise UserError(f"{name}: {number} is not positive; give 1 or more")
     if options.tokens is not None and not 1 <= options.tokens <= MAX_NUMBER:
-        raise UserError(f"--tokens: {options.tokens:g} is no number of tokens; give one from 1 to 2^53")
-    for name, value, verb in (("--write", options.write, "writes"), ("--top", options.top, "shows")):
+        raise UserError(
+            f"--tokens: {options.tokens:g} is no number of tokens; give one from 1 to 2^53"
+        )
+    for name, value, verb in (
+        ("--write", options.write, "writes"),
+        ("--top", options.top, "shows"),
+    ):
         if value and not options.search:
             raise UserError(f"{name}: {verb} what --search finds; give --search too")
     for name, path in (("--write", options.write), ("--html", options.html)):
@@ -69,7 +93,9 @@ def check(options: argparse.Namespace) -> None:
 
 def main(options: argparse.Namespace) -> None:
     check(options)
-    os.environ.update(WITHOUT_DEVICES)  # if this process saw one, each dry run would need another process
+    os.environ.update(
+        WITHOUT_DEVICES
+    )  # if this process saw one, each dry run would need another process
     from zero_tp.run.config import RunConfig
     from zero_tp.tools.planning.plan import plan
 
@@ -94,7 +120,8 @@ def main(options: argparse.Namespace) -> None:
         shown, best = search.fastest(options.set, options.top or TOP)
         result["candidates"] = [estimate.as_json() for estimate in shown]
         result["tried"], result["fitting"] = len(search.ranked), search.fitting
-        advice, fastest = report.search_lines(search, shown, run_plan), shown[0]
+        advice = report.search_lines(search, shown, run_plan)
+        fastest = shown[0]
         lines += advice
         if options.write:
             write_named(options.write, json.dumps(best, indent=2) + "\n")

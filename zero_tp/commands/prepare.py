@@ -23,11 +23,11 @@ writes
   OUTPUT/report.json                     counts, entropies in nats a token, checksums, settings
 
 inputs: .jsonl and .json (an object is a document), .csv, .parquet, .arrow (a row is a document),
-.txt (the file is a document, see --documents); all but .parquet and .arrow also with .gz, .zst, .bz2
-or .xz after it. Directories, globs, - for standard input, hf:NAME[:CONFIGURATION[:SPLIT]] for a data
-set of the Hugging Face hub. Details: docs/data.md. Records that cannot be read are counted by reason
-and skipped. The split depends only on the documents and the seed, not on their order. The same
-command again reuses OUTPUT, or resumes if it was interrupted.
+.txt (the file is a document, see --documents); all but .parquet and .arrow also with .gz, .zst,
+.bz2 or .xz after it. Directories, globs, - for standard input, hf:NAME[:CONFIGURATION[:SPLIT]] for
+a data set of the Hugging Face hub. Details: docs/data.md. Records that cannot be read are counted
+by reason and skipped. The split depends only on the documents and the seed, not on their order. The
+same command again reuses OUTPUT, or resumes if it was interrupted.
 """
 STEPS = ("repair", "min_tokens", "deduplicate", "decontaminate", "sentences")
 """Fields of PrepareSettings that are steps, in their order."""
@@ -106,7 +106,10 @@ def _merge(options: argparse.Namespace) -> Prepared:
     defaults |= {"tokenizer": None, "validation": options.validation, "decontaminate": []}
     defaults |= {"input": None, "strict": False, "processes": None}
     if changed := [name for name, default in defaults.items() if getattr(options, name) != default]:
-        flags = ", ".join(settings[name].all_flags(name)[0] if name in settings else f"--{name}" for name in changed)
+        flags = ", ".join(
+            settings[name].all_flags(name)[0] if name in settings else f"--{name}"
+            for name in changed
+        )
         raise UserError(f"--merge takes the documents of the parts as they are: leave out {flags}")
     return merge(options.merge, options.output, options.validation, overwrite=options.overwrite)
 
@@ -126,20 +129,34 @@ def _summary(prepared: Prepared) -> Iterator[str]:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in documents["dropped"].items())
         dropped = documents["read"] - documents["kept"]
         yield f"   dropped: {dropped:,} of {documents['read']:,} documents: {reasons}"
-        yield from (f"            {problem['where']}: {problem['detail']}" for problem in documents["problems"])
+        yield from (
+            f"            {problem['where']}: {problem['detail']}"
+            for problem in documents["problems"]
+        )
     for split, figures in report["splits"].items():
-        counts = ", ".join(f"{figures[name]:,} {name}" for name in ("documents", "characters", "tokens"))
+        counts = ", ".join(
+            f"{figures[name]:,} {name}" for name in ("documents", "characters", "tokens")
+        )
         yield f"{split:>10}: {counts}"
-    unigram, size = report["unigram"], report["vocabulary_size"]
-    advice = f"; a vocab_size of {suggested_size(size):,} suits any TP size" if size != suggested_size(size) else ""
+    unigram = report["unigram"]
+    size = report["vocabulary_size"]
+    advice = (
+        f"; a vocab_size of {suggested_size(size):,} suits any TP size"
+        if size != suggested_size(size)
+        else ""
+    )
     yield f"vocabulary: {size:,} tokens{advice}"
     if (end := report["end_of_document"]) is not None:
         yield f"   each document ends with {end}"
     yield (
         f"   unigram: {unigram['train_entropy']:.3f} nats a token "
-        f"(validation {unigram['validation_cross_entropy']:.3f}): a loss below this means that the model uses context"
+        f"(validation {unigram['validation_cross_entropy']:.3f}): a loss below this means that the "
+        "model uses context"
     )
     if not prepared.reused:
         yield f"wrote {prepared.output} in {sum(report['seconds'].values()):.1f} s"
     splits = ", ".join(f'"{split}": "{prepared.output / split}"' for split in report["splits"])
-    yield f'next: set zero_tp.data to {{{splits}, "sequence_length": N}} in a config, then run zero-tp check CONFIG'
+    yield (
+        f'next: set zero_tp.data to {{{splits}, "sequence_length": N}} in a config, then run '
+        "zero-tp check CONFIG"
+    )

@@ -4,7 +4,8 @@
     deepspeed --num_accelerators 4 --module zero_tp.pretrain --deepspeed_config quickstart
 
 The same command resumes the run. It also runs under torchrun, or alone as one rank.
-SIGTERM to a rank saves and ends the run at the next step, SIGUSR1 saves and continues: kill -USR1 $(cat RUN/rank0.pid).
+SIGTERM to a rank saves and ends the run at the next step, SIGUSR1 saves and continues: kill -USR1
+$(cat RUN/rank0.pid).
 """
 
 from __future__ import annotations
@@ -28,23 +29,31 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    check.add_config(parser, "--deepspeed_config", f"{check.FILE}; docs/config.md lists its keys", required=True)
+    check.add_config(
+        parser, "--deepspeed_config", f"{check.FILE}; docs/config.md lists its keys", required=True
+    )
     check.add_settings(parser)
     begin = parser.add_mutually_exclusive_group()
     begin.add_argument(
         "--resume-from",
         type=Path,
         metavar="CHECKPOINT",
-        help="resume from this checkpoint instead of the run's newest, such as RUN/checkpoints/step_00000500",
+        help="resume from this checkpoint instead of the run's newest, such as "
+        "RUN/checkpoints/step_00000500",
     )
     check.add_parent(begin)
     parser.add_argument(
         "--profile-steps",
         metavar="FIRST:LAST",
-        help="profile these steps of rank 0 with torch's profiler, in RUN/profile: operators and memory",
+        help="profile these steps of rank 0 with torch's profiler, in RUN/profile: operators and "
+        "memory",
     )
-    parser.add_argument("--verbose", action="store_true", help="show what the libraries print, and every traceback")
-    parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)  # launchers add it
+    parser.add_argument(
+        "--verbose", action="store_true", help="show what the libraries print, and every traceback"
+    )
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS
+    )  # launchers add it
 
 
 def pretrain(
@@ -62,7 +71,9 @@ def pretrain(
     # Report a mistake in the file before heavy imports.
     checkpoint = find_readable_checkpoint(output, options.resume_from)
     saved = None if checkpoint is None else checkpoint.saved_start()
-    config = RunConfig.load(options.deepspeed_config, options.set, environment.world, saved).with_pinned_tokenizer()
+    config = RunConfig.load(
+        options.deepspeed_config, options.set, environment.world, saved
+    ).with_pinned_tokenizer()
     check_installed(config)
 
     from deepspeed.accelerator import get_accelerator
@@ -79,14 +90,21 @@ def pretrain(
         environment.store.join()
     chosen = _chosen_callbacks(options, config, environment)
     model: type[ParallelModel] | None = None
-    inputs = RunInputs(config, output, allow_pickle=options.allow_pickle, hash_tokens=environment.is_local_rank_zero)
+    inputs = RunInputs(
+        config,
+        output,
+        allow_pickle=options.allow_pickle,
+        hash_tokens=environment.is_local_rank_zero,
+    )
     if config.zero_tp.evaluation.tasks:
         from zero_tp.model.huggingface import ZeroTPForCausalLM
         from zero_tp.tools.evaluation.live_tasks import LiveTasks
 
         model = ZeroTPForCausalLM  # it can generate
         length = config.zero_tp.data.sequence_length
-        chosen.append(LiveTasks(config.zero_tp.evaluation, inputs.tokenizer, inputs.model_config, length))
+        chosen.append(
+            LiveTasks(config.zero_tp.evaluation, inputs.tokenizer, inputs.model_config, length)
+        )
     with start_training(
         inputs,
         environment,
@@ -100,7 +118,9 @@ def pretrain(
         train(state, run_callbacks(state, watch, [*chosen, *callbacks]), requests)
 
 
-def _chosen_callbacks(options: argparse.Namespace, config: RunConfig, environment: RankEnvironment) -> list[Callback]:
+def _chosen_callbacks(
+    options: argparse.Namespace, config: RunConfig, environment: RankEnvironment
+) -> list[Callback]:
     """Return the trackers and the callbacks of the options, importing only what this rank needs."""
     from zero_tp.tools.monitors.trackers import Trackers
 
@@ -112,15 +132,27 @@ def _chosen_callbacks(options: argparse.Namespace, config: RunConfig, environmen
     if options.profile_steps:
         from zero_tp.run.profiler import StepProfiler, step_range
 
-        chosen.append(StepProfiler(*step_range(options.profile_steps, config.zero_tp.training.steps)))
+        chosen.append(
+            StepProfiler(*step_range(options.profile_steps, config.zero_tp.training.steps))
+        )
     return chosen
 
 
-def start(parse: Callable[[], argparse.Namespace], verbose: bool, callbacks: Sequence[Callback] = ()) -> NoReturn:
+def start(
+    parse: Callable[[], argparse.Namespace], verbose: bool, callbacks: Sequence[Callback] = ()
+) -> NoReturn:
     """Run one rank and exit the process.
 
     Args:
         callbacks: called by the training loop, besides those of the config.
     """
-    environment, requests, watch = RankEnvironment.of_this_process(), Requests(), Watchdog()
-    run_rank(lambda: pretrain(parse(), environment, requests, watch, callbacks), verbose, environment, requests, watch)
+    environment = RankEnvironment.of_this_process()
+    requests = Requests()
+    watch = Watchdog()
+    run_rank(
+        lambda: pretrain(parse(), environment, requests, watch, callbacks),
+        verbose,
+        environment,
+        requests,
+        watch,
+    )

@@ -18,12 +18,19 @@ AGAINST = ("step", "tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories, drawn together")
     parser.add_argument(
-        "--output", type=Path, metavar="HTML", help="the page (default: RUN/report.html, of several runs ./report.html)"
+        "runs", nargs="+", type=Path, metavar="RUN", help="run directories, drawn together"
     )
     parser.add_argument(
-        "--against", choices=AGAINST, help="the x axis (default: tokens if runs differ in tokens per step, else step)"
+        "--output",
+        type=Path,
+        metavar="HTML",
+        help="the page (default: RUN/report.html, of several runs ./report.html)",
+    )
+    parser.add_argument(
+        "--against",
+        choices=AGAINST,
+        help="the x axis (default: tokens if runs differ in tokens per step, else step)",
     )
 
 

@@ -1,6 +1,7 @@
 """Store and sample corpora of token ids.
 
-The public names below are `zero_tp`'s own. They resolve here too, on first use, because torch takes a second to import.
+The public names below are `zero_tp`'s own. They resolve here too, on first use, because torch takes
+a second to import.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,10 @@
 """Batches of packed documents for one forward pass.
 
-With `data.document_attention` "reset" a token attends only to its own document in the window, positions restart with
-each document, and a document's last token predicts nothing. The rest of a document from an earlier window counts as a
-document, with positions from 0. These are `reset_attention_mask`, `reset_position_ids` and `eod_mask_loss` of
-Megatron-LM together, but documents' starts are read from the index and not guessed from end-of-document tokens.
+With `data.document_attention` "reset" a token attends only to its own document in the window,
+positions restart with each document, and a document's last token predicts nothing. The rest of a
+document from an earlier window counts as a document, with positions from 0. These are
+`reset_attention_mask`, `reset_position_ids` and `eod_mask_loss` of Megatron-LM together, but
+documents' starts are read from the index and not guessed from end-of-document tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Batch(NamedTuple):
 
     Attributes:
         labels: already shifted: the token after each of `input_ids`, or -100, which is not scored.
-        position_ids, document_ids: each token's position in its document, and the document's number; None if
-            attention and positions span the whole row.
+        position_ids, document_ids: each token's position in its document, and the document's
+            number; None if attention and positions span the whole row.
     """
 
     input_ids: Tensor
@@ -35,22 +36,31 @@ class Batch(NamedTuple):
     document_ids: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """Move the batch to a device asynchronously. Document numbers stay on the host, where they are read."""
+        """Move the batch to a device asynchronously. Document numbers stay on the host, where
+        they are read.
+        """
         positions = None if self.position_ids is None else _move(self.position_ids, device)
-        return Batch(_move(self.input_ids, device), _move(self.labels, device), positions, self.document_ids)
+        return Batch(
+            _move(self.input_ids, device), _move(self.labels, device), positions, self.document_ids
+        )
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of a `CausalLM` other than the input ids."""
-        return {"shift_labels": self.labels, "position_ids": self.position_ids, "document_ids": self.document_ids}
+        return {
+            "shift_labels": self.labels,
+            "position_ids": self.position_ids,
+            "document_ids": self.document_ids,
+        }
 
 
 class MaskedBatch(dict[str, Tensor]):
     """A batch of the masked objective: the arguments of transformers' BertForPreTraining, int64.
 
-    - `input_ids`, `token_type_ids` (0 for [CLS] A [SEP], 1 for B [SEP]), `attention_mask` (0: padding), [m, s].
+    - `input_ids`, `token_type_ids` (0 for [CLS] A [SEP], 1 for B [SEP]), `attention_mask` (0:
+      padding), [m, s].
     - `labels` [m, s]: the token that was masked, or -100.
-    - `next_sentence_label` [m]: 0 if the segments are in order, 1 if they are swapped, -100 for an empty row; missing
-      if rows have one segment.
+    - `next_sentence_label` [m]: 0 if the segments are in order, 1 if they are swapped, -100 for an
+      empty row; missing if rows have one segment.
     - `label_places` [n], added by `to`: flat indices of the labels that are not -100.
     """
 
@@ -63,9 +73,13 @@ class MaskedBatch(dict[str, Tensor]):
         return self["labels"]
 
     def to(self, device: torch.device) -> MaskedBatch:
-        """Move it as `Batch.to` does. The host computes `label_places`: `nonzero` would synchronise with a device."""
+        """Move it as `Batch.to` does. The host computes `label_places`: `nonzero` would
+        synchronise with a device.
+        """
         places = (self.labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
-        return MaskedBatch({name: _move(part, device) for name, part in {"label_places": places, **self}.items()})
+        return MaskedBatch(
+            {name: _move(part, device) for name, part in {"label_places": places, **self}.items()}
+        )
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of a `MaskedLM` other than the input ids."""
@@ -76,14 +90,18 @@ AnyBatch = Batch | MaskedBatch
 
 
 def as_batch(batch: AnyBatch | tuple[Tensor, Tensor] | Mapping[str, Tensor]) -> AnyBatch:
-    """Return a batch as it is, a Batch of (input ids, shifted labels), or a MaskedBatch of tensors by name."""
+    """Return a batch as it is, a Batch of (input ids, shifted labels), or a MaskedBatch of
+    tensors by name.
+    """
     if isinstance(batch, Batch | MaskedBatch):
         return batch
     return MaskedBatch(batch) if isinstance(batch, Mapping) else Batch(*batch)
 
 
 def _move(part: Tensor, device: torch.device) -> Tensor:
-    return part if part.device.type == device.type else part.pin_memory().to(device, non_blocking=True)
+    return (
+        part if part.device.type == device.type else part.pin_memory().to(device, non_blocking=True)
+    )
 
 
 def separate_documents(windows: Tensor, documents: Tensor) -> Batch:
@@ -92,13 +110,16 @@ def separate_documents(windows: Tensor, documents: Tensor) -> Batch:
     Args:
         documents: each token's document, [m, s + 1]; a token of document PADDING is never a label.
     """
-    inputs, targets = documents[:, :-1].contiguous(), documents[:, 1:]
+    inputs = documents[:, :-1].contiguous()
+    targets = documents[:, 1:]
     labels = windows[:, 1:].masked_fill((targets != inputs) | (targets == PADDING), IGNORE_INDEX)
     return Batch(windows[:, :-1].contiguous(), labels, positions_of(inputs), inputs)
 
 
 def positions_of(documents: Tensor) -> Tensor:
-    """Return each token's position in its document, from 0 at its first token in the row. [m, s] → [m, s]."""
+    """Return each token's position in its document, from 0 at its first token in the row. [m, s]
+    → [m, s].
+    """
     column = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]

@@ -14,13 +14,19 @@ import zstandard
 
 from zero_tp.base.errors import UserError, first_line
 
-# Compressed data is read in small pieces: 2 KiB may decompress to 64 MiB, and an error loses all of its piece.
-_READ_BYTES, _COMPRESSED_BYTES = 2**20, 2**11
-_MAX_WINDOW = 2**31  # bytes; zstd --long=31, the largest window that zstd compresses with. It needs as much memory.
+# Compressed data is read in small pieces: 2 KiB may decompress to 64 MiB, and an error loses all of
+# its piece.
+_READ_BYTES = 2**20
+_COMPRESSED_BYTES = 2**11
+_MAX_WINDOW = (
+    2**31
+)  # bytes; zstd --long=31, the largest window that zstd compresses with. It needs as much memory.
 COMPRESSIONS: dict[str, Callable[[], Any]] = {
     ".gz": partial(zlib.decompressobj, 16 + zlib.MAX_WBITS),
     ".bz2": bz2.BZ2Decompressor,
-    ".xz": partial(lzma.LZMADecompressor, lzma.FORMAT_XZ),  # by default it takes zeros for an empty file
+    ".xz": partial(
+        lzma.LZMADecompressor, lzma.FORMAT_XZ
+    ),  # by default it takes zeros for an empty file
     ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj(),
 }
 """Ending of a file → a decompressor of one frame."""
@@ -32,7 +38,9 @@ def piece_bytes(ending: str) -> int:
 
 
 def open_decompressed(name: str, ending: str, stored: Iterator[bytes]) -> io.BufferedReader:
-    """Return the content of a file, whose bytes `stored` yields in pieces. Reading raises what `_decompress` does."""
+    """Return the content of a file, whose bytes `stored` yields in pieces. Reading raises what
+    `_decompress` does.
+    """
     pieces = _decompress(name, stored, COMPRESSIONS[ending]) if ending in COMPRESSIONS else stored
     return io.BufferedReader(_ByteStream(pieces), _READ_BYTES)
 
@@ -41,7 +49,8 @@ class _ByteStream(io.RawIOBase):
     """Pieces of bytes as a file."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces, self._rest = pieces, memoryview(b"")
+        self._pieces = pieces
+        self._rest = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -54,12 +63,14 @@ class _ByteStream(io.RawIOBase):
         return count
 
 
-def _decompress(name: str, stored: Iterator[bytes], new_decompressor: Callable[[], Any]) -> Iterator[bytes]:
+def _decompress(
+    name: str, stored: Iterator[bytes], new_decompressor: Callable[[], Any]
+) -> Iterator[bytes]:
     """Yield the decompressed bytes of a file, which may have several frames, with zeros after each.
 
     Raises:
-        EOFError: a frame is damaged or cut, or there is none, as in a file that a crash has filled with zeros; the
-            readers of zstandard and fsspec end silently there.
+        EOFError: a frame is damaged or cut, or there is none, as in a file that a crash has filled
+            with zeros; the readers of zstandard and fsspec end silently there.
         UserError: the file is valid, but this machine or zstandard can't decompress it.
     """
     frame: Any = new_decompressor()
@@ -69,9 +80,13 @@ def _decompress(name: str, stored: Iterator[bytes], new_decompressor: Callable[[
             try:
                 piece = frame.decompress(data)
             except (OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, MemoryError) as error:
-                if isinstance(error, MemoryError) or "memory" in str(error):  # zstandard has one class of errors
+                if isinstance(error, MemoryError) or "memory" in str(
+                    error
+                ):  # zstandard has one class of errors
                     problem = f"{name}: can't be decompressed in memory ({first_line(error)})"
-                    raise UserError(f"{problem}: compress it with a window of at most 2 GiB (--long=31)") from error
+                    raise UserError(
+                        f"{problem}: compress it with a window of at most 2 GiB (--long=31)"
+                    ) from error
                 raise EOFError(str(error)) from error
             yield piece
             data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)

@@ -1,4 +1,5 @@
-"""A corpus, or a blend of several, as PyTorch's two kinds of data set, for plain loops and `transformers.Trainer`.
+"""A corpus, or a blend of several, as PyTorch's two kinds of data set, for plain loops and
+`transformers.Trainer`.
 
 Both yield the samples of `PackedSamples`, in its order.
 """
@@ -21,7 +22,8 @@ Prefixes = str | Path | Mapping[str, float]
 
 
 class CorpusDataset(Dataset[dict[str, Tensor]]):
-    """A corpus as a map-style data set: item k has `input_ids` and `labels`, int64 [s] each, the same ids.
+    """A corpus as a map-style data set: item k has `input_ids` and `labels`, int64 [s] each, the
+    same ids.
 
     It is already shuffled, in a new order for each pass.
 
@@ -30,8 +32,8 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
         sequence_length: s.
         seed: seed of the order.
         samples: the length, also beyond one pass; None: one pass over all corpora.
-        separate: add `position_ids`, which restart with each document: transformers' attention then separates the
-            documents. A document's first token is no label.
+        separate: add `position_ids`, which restart with each document: transformers' attention then
+            separates the documents. A document's first token is no label.
     """
 
     def __init__(
@@ -45,7 +47,10 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
     ) -> None:
         weights = dict(prefixes) if isinstance(prefixes, Mapping) else {str(prefixes): 1.0}
         if sequence_length < 2 or (samples is not None and samples < 1):
-            raise UserError(f"sequence_length {sequence_length} must be at least 2, and samples {samples} at least 1")
+            raise UserError(
+                f"sequence_length {sequence_length} must be at least 2, and samples {samples} at "
+                "least 1"
+            )
         self._packed = PackedSamples(weights, sequence_length, seed, separate=separate)
         self._count = sum(self._packed.windows) if samples is None else samples
 
@@ -68,12 +73,14 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
 
 
 class CorpusStream(IterableDataset[dict[str, Tensor]]):
-    """A corpus as an iterable data set: the items of `CorpusDataset`, divided among ranks and a DataLoader's workers.
+    """A corpus as an iterable data set: the items of `CorpusDataset`, divided among ranks and a
+    DataLoader's workers.
 
     Worker w of W of rank r of R yields the items k with (k - first) mod (R·W) = r·W + w.
 
     Args:
-        first: the number of the first sample, for example the number of samples that a run has seen.
+        first: the number of the first sample, for example the number of samples that a run has
+            seen.
         samples: their number from `first` on, over all ranks; None: without end.
         rank, world: this rank, and the number of ranks.
     """
@@ -91,9 +98,15 @@ class CorpusStream(IterableDataset[dict[str, Tensor]]):
         separate: bool = False,
     ) -> None:
         if not 0 <= rank < world or first < 0:
-            raise UserError(f"rank {rank} of {world} must be from 0 to {world - 1}, and first {first} at least 0")
+            raise UserError(
+                f"rank {rank} of {world} must be from 0 to {world - 1}, and first {first} at least "
+                "0"
+            )
         self._dataset = CorpusDataset(prefixes, sequence_length, seed, samples, separate=separate)
-        self._first, self._count, self._rank, self._world = first, samples, rank, world
+        self._first = first
+        self._count = samples
+        self._rank = rank
+        self._world = world
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         worker = get_worker_info()

@@ -1,8 +1,9 @@
-"""Find the inputs that the user names (files, directories, globs, standard input, data sets of the Hugging Face hub),
-and read their documents in blocks of about 1 MiB, with the same boundaries on every machine.
+"""Find the inputs that the user names (files, directories, globs, standard input, data sets of the
+Hugging Face hub), and read their documents in blocks of about 1 MiB, with the same boundaries on
+every machine.
 
-`RecordBlock.documents` parses records, which may happen in another process. A bad record becomes a `Problem`: nothing
-is dropped silently, and no other record is lost.
+`RecordBlock.documents` parses records, which may happen in another process. A bad record becomes a
+`Problem`: nothing is dropped silently, and no other record is lost.
 """
 
 from __future__ import annotations
@@ -20,10 +21,21 @@ from zero_tp.base.files import open_regular
 from zero_tp.data.compression import COMPRESSIONS, open_decompressed, piece_bytes
 from zero_tp.data.formats import FORMATS, STREAMS, TABLES, choose_json_key
 from zero_tp.data.hub import read_hub
-from zero_tp.data.records import EVERY_STRING, HUB, Document, Problem, Record, RecordBlock, Source, location, parse_dict
+from zero_tp.data.records import (
+    EVERY_STRING,
+    HUB,
+    Document,
+    Problem,
+    Record,
+    RecordBlock,
+    Source,
+    location,
+    parse_dict,
+)
 
 STDIN = "-"
-_BLOCK_BYTES, _BLOCK_RECORDS = 2**20, 10_000
+_BLOCK_BYTES = 2**20
+_BLOCK_RECORDS = 10_000
 
 
 def _known_format(path: Path) -> str | None:
@@ -34,38 +46,52 @@ def _known_format(path: Path) -> str | None:
 
 
 def file_format(path: Path) -> str:
-    """Return a file's format by its name, a key of `FORMATS`. UserError: unknown, or compressed twice."""
+    """Return a file's format by its name, a key of `FORMATS`. UserError: unknown, or compressed
+    twice.
+    """
     if (name := _known_format(path)) is None:
         raise UserError(
-            f"{path}: unknown kind of file: the name must end with one of .{', .'.join(FORMATS)}; all but "
-            f".{' and .'.join(TABLES)}, which are compressed inside, may have {', '.join(COMPRESSIONS)} after it"
+            f"{path}: unknown kind of file: the name must end with one of .{', .'.join(FORMATS)}; "
+            "all but "
+            f".{' and .'.join(TABLES)}, which are compressed inside, may have "
+            f"{', '.join(COMPRESSIONS)} after it"
         )
     return name
 
 
 def check_files(paths: Iterable[Path]) -> None:
-    """Raise a UserError for the first path that is missing, no regular file, or of an unknown kind."""
+    """Raise a UserError for the first path that is missing, no regular file, or of an unknown
+    kind.
+    """
     for path in paths:
         if not os.path.lexists(path):  # unlike Path's methods, False for a path with a NUL
             raise UserError(f"{path}: no such file")
         if not os.path.isfile(path):
-            raise UserError(f"{path} is not a regular file: name one, or pipe its content to standard input (-)")
+            raise UserError(
+                f"{path} is not a regular file: name one, or pipe its content to standard input (-)"
+            )
         file_format(path)
 
 
 def find_sources(
-    inputs: Sequence[str | Path], text_key: str | None = None, documents: str = "file", stdin_kind: str = "jsonl"
+    inputs: Sequence[str | Path],
+    text_key: str | None = None,
+    documents: str = "file",
+    stdin_kind: str = "jsonl",
 ) -> list[Source]:
-    """Return the sources of the inputs: files, directories (all files of a known kind below), globs, `-` (standard
-    input) and `hf:NAME[:CONFIGURATION[:SPLIT]]`.
+    """Return the sources of the inputs: files, directories (all files of a known kind below),
+    globs, `-` (standard input) and `hf:NAME[:CONFIGURATION[:SPLIT]]`.
 
-    Files of a directory or glob are sorted by path. UserError: there is no such file, or none of a known kind.
+    Files of a directory or glob are sorted by path. UserError: there is no such file, or none of a
+    known kind.
     """
     sources: list[Source] = []
     for name in map(str, inputs):
         if name == STDIN:
             if sys.stdin is None:  # the shell's `<&-`
-                raise UserError("standard input is closed: pipe the documents to it, or name a file")
+                raise UserError(
+                    "standard input is closed: pipe the documents to it, or name a file"
+                )
             sources.append(Source("standard input", stdin_kind, text_key, documents))
         elif name.startswith(HUB):
             sources.append(Source(name, "hub", text_key, documents))
@@ -73,8 +99,12 @@ def find_sources(
             paths = _files(name)
             check_files(paths)
             for path in paths:
-                name = os.fsencode(path).decode("utf-8", "backslashreplace")  # file names may hold any bytes
-                sources.append(Source(name, file_format(path), text_key, documents, path, _size_and_time(path)))
+                name = os.fsencode(path).decode(
+                    "utf-8", "backslashreplace"
+                )  # file names may hold any bytes
+                sources.append(
+                    Source(name, file_format(path), text_key, documents, path, _size_and_time(path))
+                )
     if sum(source.path is None and source.kind != "hub" for source in sources) > 1:
         raise UserError("standard input can be read once: give - once")
     if not sources:
@@ -91,8 +121,14 @@ def _files(name: str) -> list[Path]:
     """Return the files of a path, a directory or a glob."""
     path = Path(name)
     if os.path.isdir(path):  # unlike Path's methods, False for a path with a NUL
-        inside = [file.relative_to(path) for file in path.rglob("*") if file.is_file() and _known_format(file)]
-        files = [path / file for file in inside if not any(part.startswith(".") for part in file.parts)]
+        inside = [
+            file.relative_to(path)
+            for file in path.rglob("*")
+            if file.is_file() and _known_format(file)
+        ]
+        files = [
+            path / file for file in inside if not any(part.startswith(".") for part in file.parts)
+        ]
     elif glob.has_magic(name) and not os.path.lexists(path):
         files = [Path(file) for file in glob.glob(name, recursive=True) if os.path.isfile(file)]
     else:
@@ -105,15 +141,21 @@ def _files(name: str) -> list[Path]:
 def stream(
     inputs: Sequence[str | Path], text_key: str | None = None, documents: str = "file"
 ) -> Iterator[tuple[str, Document | Problem]]:
-    """Yield the file and line (or row) of each record of `find_sources`' inputs, with its Document or Problem."""
+    """Yield the file and line (or row) of each record of `find_sources`' inputs, with its
+    Document or Problem.
+    """
     for source in find_sources(inputs, text_key, documents):
         for block in read_blocks(source):
             for place, document in block.documents():
                 yield location(block.source, place), document
 
 
-def read_documents(path: Path, text_key: str | None = None, documents: str = "file") -> Iterator[str]:
-    """Yield the texts of one file, in order. UserError: a record is no document (with file and line)."""
+def read_documents(
+    path: Path, text_key: str | None = None, documents: str = "file"
+) -> Iterator[str]:
+    """Yield the texts of one file, in order. UserError: a record is no document (with file and
+    line).
+    """
     for where, document in stream([path], text_key, documents):
         if isinstance(document, Problem):
             raise UserError(f"{where}: {document.detail}")
@@ -131,38 +173,58 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield where, parsed
 
 
-# --- blocks ----------------------------------------------------------------------------------------------------------
+# --- blocks ---------------------------------------------------------------------------------------
 
 
 def read_blocks(source: Source) -> Iterator[RecordBlock]:
-    """Yield all records of a source in blocks. UserError: it can't be read or has changed, or no field holds a text."""
-    source.key, source.position = None, 0
+    """Yield all records of a source in blocks. UserError: it can't be read or has changed, or no
+    field holds a text.
+    """
+    source.key = None
+    source.position = 0
     try:
-        for number, records in enumerate(group_records(read_hub(source) if source.kind == "hub" else _records(source))):
+        for number, records in enumerate(
+            group_records(read_hub(source) if source.kind == "hub" else _records(source))
+        ):
             if number == 0 and source.key is None and source.kind in ("jsonl", "json", "hub"):
                 choose_json_key(source, records)
             yield RecordBlock(source.name, number, source.key, records)
-        if source.path is not None and source.size_and_time not in ((0, 0), _size_and_time(source.path)):
-            raise UserError(f"{source.name}: the file has changed since the start: run the command again")
+        if source.path is not None and source.size_and_time not in (
+            (0, 0),
+            _size_and_time(source.path),
+        ):
+            raise UserError(
+                f"{source.name}: the file has changed since the start: run the command again"
+            )
     except OSError as error:
         raise UserError(f"{source.name}: {error.strerror or error}") from error
 
 
 def _records(source: Source) -> Iterator[Record]:
     """Yield the records of a file or of standard input, then set its hash."""
-    with open_regular(source.path) if source.path is not None else os.fdopen(os.dup(sys.stdin.fileno()), "rb") as raw:
+    with (
+        open_regular(source.path)
+        if source.path is not None
+        else os.fdopen(os.dup(sys.stdin.fileno()), "rb") as raw
+    ):
         if source.path is not None and source.kind in TABLES:
             yield from TABLES[source.kind](source, raw)
             source.sha256 = file_sha256(source.path)
             return
-        ending, place = source.path.suffix if source.path is not None else "", 0
+        ending = source.path.suffix if source.path is not None else ""
+        place = 0
         stored = _stored_bytes(source, raw, piece_bytes(ending))
         try:
-            for record in STREAMS[source.kind](source, open_decompressed(source.name, ending, stored)):
+            for record in STREAMS[source.kind](
+                source, open_decompressed(source.name, ending, stored)
+            ):
                 place = record.place
                 yield record
         except EOFError as error:
-            yield Record(place + 1, Problem("unreadable", f"not a whole {ending} file ({error}): the rest is lost"))
+            yield Record(
+                place + 1,
+                Problem("unreadable", f"not a whole {ending} file ({error}): the rest is lost"),
+            )
         for _ in stored:  # hash the rest
             pass
 
@@ -174,10 +236,13 @@ def group_records(records: Iterable[Record]) -> Iterator[list[Record]]:
     for record in records:
         block.append(record)
         content = record.content
-        size += sum(map(len, map(str, content.values()))) if isinstance(content, dict) else len(content)
+        size += (
+            sum(map(len, map(str, content.values()))) if isinstance(content, dict) else len(content)
+        )
         if size >= _BLOCK_BYTES or len(block) == _BLOCK_RECORDS:
             yield block
-            block, size = [], 0
+            block = []
+            size = 0
     if block:
         yield block
 
@@ -192,7 +257,9 @@ def file_sha256(path: Path) -> str:
 
 
 def _stored_bytes(source: Source, raw: IO[bytes], size: int) -> Iterator[bytes]:
-    """Yield a file's bytes as stored; count them in `source.position`, and set `source.sha256` at the end."""
+    """Yield a file's bytes as stored; count them in `source.position`, and set `source.sha256`
+    at the end.
+    """
     digest = hashlib.sha256()
     while data := raw.read(size):
         digest.update(data)

@@ -1,8 +1,8 @@
 """Readers of records, one for each kind of file: JSON lines, JSON, text, CSV, Parquet, Arrow.
 
-`FORMATS` maps the ending of a file to its reader, which takes a source and its decompressed bytes and yields `Record`s.
-Readers of tables set `Source.key` before their first record; `choose_json_key` sets it from the first block of JSON
-objects.
+`FORMATS` maps the ending of a file to its reader, which takes a source and its decompressed bytes
+and yields `Record`s. Readers of tables set `Source.key` before their first record;
+`choose_json_key` sets it from the first block of JSON objects.
 """
 
 from __future__ import annotations
@@ -37,15 +37,19 @@ _ROWS = 256  # rows of a table in memory at once
 
 
 def import_optional(module: str, purpose: str, extra: str = "data") -> ModuleType:
-    """Import a library of an extra. UserError: it is not installed; names the command that installs it."""
+    """Import a library of an extra. UserError: it is not installed; names the command that
+    installs it.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         library = module.partition(".")[0]
-        raise UserError(f"{purpose} needs {library}: pip install -c constraints.txt -e .[{extra}]") from error
+        raise UserError(
+            f"{purpose} needs {library}: pip install -c constraints.txt -e .[{extra}]"
+        ) from error
 
 
-# --- lines ------------------------------------------------------------------------------------------------------------
+# --- lines ----------------------------------------------------------------------------------------
 
 
 def _limit(content: bytes, unit: str) -> bytes | Problem:
@@ -67,7 +71,9 @@ def _lines(source: Source, file: IO[bytes]) -> Iterator[Record]:
 
 
 def choose_json_key(source: Source, records: Sequence[Record]) -> None:
-    """Choose the field of the text from the objects of the first block. UserError: they have no such field."""
+    """Choose the field of the text from the objects of the first block. UserError: they have no
+    such field.
+    """
     fields: dict[str, str | None] = {}
     for _, content in records:
         parsed = parse_dict(content) if isinstance(content, bytes) else content
@@ -92,7 +98,9 @@ def _json(source: Source, file: io.BufferedReader) -> Iterator[Record]:
             return
         whole = _limit(content + file.read(MAX_LINE_BYTES + 1), "file")
         if isinstance(whole, bytes) and isinstance(parse_dict(whole), Problem):
-            yield from (Record(first - 1 + place, line) for place, line in _lines(source, io.BytesIO(whole)))
+            yield from (
+                Record(first - 1 + place, line) for place, line in _lines(source, io.BytesIO(whole))
+            )
         else:
             yield Record(0, whole)
         return
@@ -106,11 +114,16 @@ def _json_array(source: Source, file: io.BufferedReader) -> Iterator[Record]:
         for number, element in enumerate(array_elements(file, MAX_LINE_BYTES), start=1):
             yield Record(number, _limit(element, "record"))
     except EOFError as error:
-        yield Record(number + 1, Problem("unreadable", f"not a whole array of JSON ({error}): the rest of it is lost"))
+        yield Record(
+            number + 1,
+            Problem("unreadable", f"not a whole array of JSON ({error}): the rest of it is lost"),
+        )
 
 
 def _text(source: Source, file: IO[bytes]) -> Iterator[Record]:
-    """Yield the documents of a .txt file: the file, its lines, or its paragraphs between blank lines."""
+    """Yield the documents of a .txt file: the file, its lines, or its paragraphs between blank
+    lines.
+    """
     if source.document_unit == "file":
         yield Record(0, _limit(file.read(MAX_LINE_BYTES + 1), "document"))
     elif source.document_unit == "line":
@@ -125,14 +138,18 @@ def _text(source: Source, file: IO[bytes]) -> Iterator[Record]:
                 for _, line in paragraph:
                     text += line if len(text) <= MAX_LINE_BYTES else b""
                 content = _limit(bytes(text), "document")
-                yield Record(place, content.rstrip(b"\r\n") if isinstance(content, bytes) else content)
+                yield Record(
+                    place, content.rstrip(b"\r\n") if isinstance(content, bytes) else content
+                )
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def choose_columns(source: Source, fields: Mapping[str, str | None]) -> list[str]:
-    """Choose the field of the text of a table, and return the columns to read; `fields` as in `choose_key`."""
+    """Choose the field of the text of a table, and return the columns to read; `fields` as in
+    `choose_key`.
+    """
     source.key = choose_key(fields, source)
     if source.key == EVERY_STRING:
         return list(fields)
@@ -140,7 +157,9 @@ def choose_columns(source: Source, fields: Mapping[str, str | None]) -> list[str
 
 
 def _csv(source: Source, file: io.BufferedReader) -> Iterator[Record]:
-    """Yield the rows of a .csv file: a header, commas, double quotes, and line breaks inside quotes."""
+    """Yield the rows of a .csv file: a header, commas, double quotes, and line breaks inside
+    quotes.
+    """
     csv.field_size_limit(MAX_LINE_BYTES)
     text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n")
     rows = csv.reader(text, strict=True)
@@ -179,14 +198,32 @@ def _arrow(source: Source, file: IO[bytes]) -> Iterator[Record]:
             for values in zip(*columns, strict=True):
                 row += 1
                 yield Record(row, dict(zip(names, values, strict=True)))
-    except (pyarrow.ArrowException, OSError, MemoryError, KeyError, UnicodeDecodeError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the disk; pyarrow's own have no errno
+    except (
+        pyarrow.ArrowException,
+        OSError,
+        MemoryError,
+        KeyError,
+        UnicodeDecodeError,
+        OverflowError,
+    ) as error:
+        if (
+            isinstance(error, OSError) and error.errno is not None
+        ):  # of the disk; pyarrow's own have no errno
             raise
-        detail = f"not a whole {source.kind} file ({one_line(first_line(error), 200)}): the rest of it is lost"
+        detail = (
+            f"not a whole {source.kind} file ({one_line(first_line(error), 200)}): the rest of it "
+            "is lost"
+        )
         yield Record(row + 1, Problem("unreadable", detail))
 
 
-_TEXT_TYPES = ("string", "large_string", "string_view", "dictionary<values=string,", "dictionary<values=large_string,")
+_TEXT_TYPES = (
+    "string",
+    "large_string",
+    "string_view",
+    "dictionary<values=string,",
+    "dictionary<values=large_string,",
+)
 
 
 def _is_text(kind: Any) -> bool:
@@ -194,7 +231,9 @@ def _is_text(kind: Any) -> bool:
 
 
 def _text_columns(source: Source, schema: Any) -> list[str]:
-    return choose_columns(source, {field.name: None if _is_text(field.type) else str(field.type) for field in schema})
+    return choose_columns(
+        source, {field.name: None if _is_text(field.type) else str(field.type) for field in schema}
+    )
 
 
 def _parquet_batches(source: Source, file: IO[bytes]) -> Iterator[Any]:
@@ -203,7 +242,8 @@ def _parquet_batches(source: Source, file: IO[bytes]) -> Iterator[Any]:
 
 
 def _ipc_batches(source: Source, file: IO[bytes]) -> Iterator[Any]:
-    ipc, magic = import_optional("pyarrow.ipc", source.name), file.read(6)
+    ipc = import_optional("pyarrow.ipc", source.name)
+    magic = file.read(6)
     file.seek(0)
     if magic == b"ARROW1":
         table = ipc.open_file(file)
@@ -217,10 +257,11 @@ def _ipc_batches(source: Source, file: IO[bytes]) -> Iterator[Any]:
 
 
 def _column_values(column: Any, pyarrow: ModuleType) -> list[Any]:
-    """Return the values of a column as JSON has them: texts, lists of them and dicts; None for all other values.
+    """Return the values of a column as JSON has them: texts, lists of them and dicts; None for all
+    other values.
 
-    A text is returned as bytes, because one that is not UTF-8 is a problem of its row alone. Reading a damaged column
-    unchecked would crash the process; validation raises ArrowInvalid.
+    A text is returned as bytes, because one that is not UTF-8 is a problem of its row alone.
+    Reading a damaged column unchecked would crash the process; validation raises ArrowInvalid.
     """
     if not _is_text(column.type):
         column.validate(full=True)

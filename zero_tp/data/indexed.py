@@ -13,8 +13,8 @@ PREFIX.bin holds token ids, document by document. PREFIX.idx is `MMIDIDX`, versi
 
 A document is one sequence unless a preprocessor split it into sentences.
 
-PREFIX.content.json caches the hash and the range of the tokens, which saves reading PREFIX.bin. It is valid while both
-files have the recorded sizes and times, and may be deleted.
+PREFIX.content.json caches the hash and the range of the tokens, which saves reading PREFIX.bin. It
+is valid while both files have the recorded sizes and times, and may be deleted.
 """
 
 from __future__ import annotations
@@ -43,19 +43,27 @@ REPORT = "report.json"
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {code: np.dtype(name) for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()}
+DTYPES = {
+    code: np.dtype(name)
+    for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
+}
 """Megatron's codes 6 and 7 are floating-point types and never token ids."""
 _MODEL_REMEDY = "raise zero_tp.model.vocab_size, or prepare the corpus with the model's tokenizer"
 _UINT16_VOCABULARY = 65_500  # Megatron's own threshold
-_HASHED_BLOCKS, _HASHED_BYTES = 64, 2**20
+_HASHED_BLOCKS = 64
+_HASHED_BYTES = 2**20
 _PART = 2**24  # bytes that are hashed at once
 _INDEX_BLOCK = 2**18  # entries
 _WRITE_AGAIN = "copy it again, or prepare it again with zero-tp prepare --overwrite"
-_OPENING_CHECKS = 64  # blocks of an index that are checked when it is opened; `content` checks all of it
+_OPENING_CHECKS = (
+    64  # blocks of an index that are checked when it is opened; `content` checks all of it
+)
 
 
 class CorpusContent(NamedTuple):
-    """The SHA-256 of PREFIX.bin, and the smallest and largest of its ids (0 and -1 if it has none)."""
+    """The SHA-256 of PREFIX.bin, and the smallest and largest of its ids (0 and -1 if it has
+    none).
+    """
 
     sha256: str
     smallest: int
@@ -92,14 +100,19 @@ class IndexedCorpus:
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
-        index, data = idx_path(prefix), bin_path(prefix)
+        index = idx_path(prefix)
+        data = bin_path(prefix)
         for path in (index, data):
             if not os.path.isfile(path):  # unlike Path.is_file, False for a path with a NUL
-                raise UserError(f"{path}: no such file; a corpus is named by its prefix, without .bin or .idx")
+                raise UserError(
+                    f"{path}: no such file; a corpus is named by its prefix, without .bin or .idx"
+                )
         try:
             self._open(index, data)
         except OSError as error:
-            raise UserError(f"{error.filename or index}: can't be read ({error.strerror or error})") from error
+            raise UserError(
+                f"{error.filename or index}: can't be read ({error.strerror or error})"
+            ) from error
 
     def _open(self, index: Path, data: Path) -> None:
         with open(index, "rb") as file:
@@ -108,49 +121,69 @@ class IndexedCorpus:
         if magic != MAGIC or version != VERSION or code not in DTYPES:
             known = ", ".join(f"{key} {value.name}" for key, value in DTYPES.items())
             raise UserError(
-                f"{index}: not a Megatron index: its header has {magic!r}, version {version} and token type {code}; "
+                f"{index}: not a Megatron index: its header has {magic!r}, version {version} and "
+                f"token type {code}; "
                 f"needed are {MAGIC!r}, version {VERSION} and one of the types {known}"
             )
         self.dtype = DTYPES[code]
-        expected, size = HEADER.size + 12 * sequences + 8 * boundaries, index.stat().st_size
-        if size not in (expected, expected + sequences):  # Megatron may append one byte a sequence (its modes)
+        expected = HEADER.size + 12 * sequences + 8 * boundaries
+        size = index.stat().st_size
+        if size not in (
+            expected,
+            expected + sequences,
+        ):  # Megatron may append one byte a sequence (its modes)
             problem = f"{expected:,} bytes expected for {sequences:,} sequences, found {size:,}"
             raise UserError(f"{index}: {problem}; {_WRITE_AGAIN}")
         entries = np.memmap(index, mode="r", dtype=np.uint8)[HEADER.size :]
         self._sizes = entries[: 4 * sequences].view("<i4")
         self._pointers = entries[4 * sequences : 12 * sequences].view("<i8")
         self._documents = entries[12 * sequences : 12 * sequences + 8 * boundaries].view("<i8")
-        # From the last entry, because summing a billion sizes takes seconds. `_check_index` checks the others.
+        # From the last entry, because summing a billion sizes takes seconds. `_check_index` checks
+        # the others.
         self.tokens = self._tokens_before(sequences)
-        expected, size = self.tokens * self.dtype.itemsize, data.stat().st_size
+        expected = self.tokens * self.dtype.itemsize
+        size = data.stat().st_size
         if expected != size:
             raise UserError(
-                f"{data}: {expected:,} bytes expected for {self.tokens:,} tokens of {self.dtype.name}, found {size:,}; "
+                f"{data}: {expected:,} bytes expected for {self.tokens:,} tokens of "
+                f"{self.dtype.name}, found {size:,}; "
                 f"{_WRITE_AGAIN}"
             )
         self._check_index(_OPENING_CHECKS)
-        self._data = np.memmap(data, mode="r", dtype=self.dtype) if self.tokens else np.empty(0, self.dtype)
+        self._data = (
+            np.memmap(data, mode="r", dtype=self.dtype) if self.tokens else np.empty(0, self.dtype)
+        )
 
     def _tokens_before(self, sequence: int) -> int:
         """Return the number of tokens in the sequences before `sequence`."""
         if not sequence:
             return 0
-        return int(self._pointers[sequence - 1]) // self.dtype.itemsize + int(self._sizes[sequence - 1])
+        return int(self._pointers[sequence - 1]) // self.dtype.itemsize + int(
+            self._sizes[sequence - 1]
+        )
 
     def _check_index(self, max_blocks: int | None = None) -> None:
-        """Check sequences and document boundaries, in at most `max_blocks` blocks of the index; None: in all."""
+        """Check sequences and document boundaries, in at most `max_blocks` blocks of the index;
+        None: in all.
+        """
         for block in _blocks(len(self._sizes), max_blocks):
             sizes = self._sizes[block].astype(np.int64)
             ends = self._tokens_before(block.start) + np.cumsum(sizes)
-            if (sizes < 0).any() or (self._pointers[block] != (ends - sizes) * self.dtype.itemsize).any():
+            if (sizes < 0).any() or (
+                self._pointers[block] != (ends - sizes) * self.dtype.itemsize
+            ).any():
                 problem = "sequences don't follow each other without gaps"
                 raise UserError(f"{self.prefix}.idx: {problem}; {_WRITE_AGAIN}")
         bounds = self._documents
         is_complete = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == len(self._sizes)
         if not is_complete or any(
-            (np.diff(bounds[block.start : block.stop + 1]) < 0).any() for block in _blocks(len(self), max_blocks)
+            (np.diff(bounds[block.start : block.stop + 1]) < 0).any()
+            for block in _blocks(len(self), max_blocks)
         ):
-            problem = f"document boundaries don't rise from 0 to {len(self._sizes):,}, the number of sequences"
+            problem = (
+                f"document boundaries don't rise from 0 to {len(self._sizes):,}, the number of "
+                "sequences"
+            )
             raise UserError(f"{self.prefix}.idx: {problem}; {_WRITE_AGAIN}")
 
     def __len__(self) -> int:
@@ -159,11 +192,13 @@ class IndexedCorpus:
 
     @cached_property
     def content(self) -> CorpusContent:
-        """The content of PREFIX.bin: from the cache, else by reading all of it (a core hashes 1.8 GB/s).
+        """The content of PREFIX.bin: from the cache, else by reading all of it (a core hashes 1.8
+        GB/s).
 
         The cache does not notice damage by a disk, which changes no times.
         """
-        stamp, path = self._stamp(), bin_path(self.prefix)
+        stamp = self._stamp()
+        path = bin_path(self.prefix)
         with contextlib.suppress(OSError, InvalidJson, KeyError, TypeError):
             cached = read_object(content_path(self.prefix))
             if cached == _cache_entry(stamp, cached["content"]):
@@ -171,7 +206,9 @@ class IndexedCorpus:
         self._check_index()
         content = self._read_content()
         if self._stamp() != stamp:
-            raise UserError(f"{path} was written to while it was read: start again after the writing has ended")
+            raise UserError(
+                f"{path} was written to while it was read: start again after the writing has ended"
+            )
         _check_report(path, content.sha256)
         with contextlib.suppress(OSError):  # the directory can't be written
             entry = _cache_entry(stamp, content._asdict())
@@ -179,33 +216,50 @@ class IndexedCorpus:
         return content
 
     def _stamp(self) -> list[int]:
-        """Return the size and times of both files. Every write changes them, because no program can set the ctime."""
+        """Return the size and times of both files. Every write changes them, because no program
+        can set the ctime.
+        """
         files = [path.stat() for path in (bin_path(self.prefix), idx_path(self.prefix))]
-        return [number for file in files for number in (file.st_size, file.st_mtime_ns, file.st_ctime_ns)]
+        return [
+            number
+            for file in files
+            for number in (file.st_size, file.st_mtime_ns, file.st_ctime_ns)
+        ]
 
     def _read_content(self) -> CorpusContent:
-        digest, smallest, largest, count = hashlib.sha256(), 0, -1, _PART // self.dtype.itemsize
+        digest = hashlib.sha256()
+        smallest = 0
+        largest = -1
+        count = _PART // self.dtype.itemsize
         for start in range(0, self.tokens, count):
             part = self._data[start : start + count]
             digest.update(part.data)
-            low, high = int(part.min()), int(part.max())
+            low = int(part.min())
+            high = int(part.max())
             smallest, largest = (min(smallest, low), max(largest, high)) if start else (low, high)
         return CorpusContent(digest.hexdigest(), smallest, largest)
 
-    def check_vocabulary(self, size: int, owner: str = "model", remedy: str = _MODEL_REMEDY) -> None:
-        """Check that all token ids are below `size`, that of the owner's vocabulary. UserError: one is not."""
+    def check_vocabulary(
+        self, size: int, owner: str = "model", remedy: str = _MODEL_REMEDY
+    ) -> None:
+        """Check that all token ids are below `size`, that of the owner's vocabulary. UserError:
+        one is not.
+        """
         wrong = self.content.smallest if self.content.smallest < 0 else self.content.largest
         if self.content.smallest < 0 or wrong >= size:
             raise UserError(
-                f"{bin_path(self.prefix)} holds token id {wrong}, outside the {owner}'s vocabulary of {size:,}: "
+                f"{bin_path(self.prefix)} holds token id {wrong}, outside the {owner}'s vocabulary "
+                f"of {size:,}: "
                 f"{remedy}"
             )
 
     def identity(self, *, hash_tokens: bool = True) -> dict[str, Any]:
-        """Return what identifies the corpus at any path: `documents`, `tokens`, `type`, `sha256` and `content`.
+        """Return what identifies the corpus at any path: `documents`, `tokens`, `type`, `sha256`
+        and `content`.
 
-        `sha256` is of PREFIX.idx and of 64 evenly spread blocks of PREFIX.bin, so it may miss a change of a few tokens.
-        `content` is the hash of all of PREFIX.bin; without `hash_tokens` it is left out, because it may take minutes.
+        `sha256` is of PREFIX.idx and of 64 evenly spread blocks of PREFIX.bin, so it may miss a
+        change of a few tokens. `content` is the hash of all of PREFIX.bin; without `hash_tokens` it
+        is left out, because it may take minutes.
         """
         digest = hashlib.sha256()
         with idx_path(self.prefix).open("rb") as index:
@@ -216,30 +270,46 @@ class IndexedCorpus:
         for i in range(_HASHED_BLOCKS):
             start = max(0, self.tokens - count) * i // (_HASHED_BLOCKS - 1)
             digest.update(self._data[start : start + count].tobytes())
-        facts = {"documents": len(self), "tokens": self.tokens, "type": self.dtype.name, "sha256": digest.hexdigest()}
+        facts = {
+            "documents": len(self),
+            "tokens": self.tokens,
+            "type": self.dtype.name,
+            "sha256": digest.hexdigest(),
+        }
         return facts | ({"content": self.content.sha256} if hash_tokens else {})
 
     def document(self, i: int) -> npt.NDArray[np.int64]:
-        """Return the token ids of document `i`, int64 [tokens of the document]. IndexError: there is none."""
+        """Return the token ids of document `i`, int64 [tokens of the document]. IndexError:
+        there is none.
+        """
         return self.read(*self.extent(i))
 
     def extent(self, i: int) -> tuple[int, int]:
-        """Return where document `i` begins in the flat stream, and its length [tokens]. IndexError: there is none."""
+        """Return where document `i` begins in the flat stream, and its length [tokens].
+        IndexError: there is none.
+        """
         if not 0 <= i < len(self):
             raise IndexError(f"document {i} of {len(self)}")
         start, end = self.document_starts(i, i + 2).tolist()
         return start, end - start
 
     def sequence_starts(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the indices, ascending, of the tokens of `read(start, count)` that begin a sequence."""
-        first, last = (bisect_right(self._pointers, end * self.dtype.itemsize - 1) for end in (start, start + count))
+        """Return the indices, ascending, of the tokens of `read(start, count)` that begin a
+        sequence.
+        """
+        first, last = (
+            bisect_right(self._pointers, end * self.dtype.itemsize - 1)
+            for end in (start, start + count)
+        )
         starts = self._pointers[first:last][self._sizes[first:last] > 0]
         return starts.astype(np.int64) // self.dtype.itemsize - start
 
     def document_starts(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return where documents `first` … `last` - 1 begin in the flat stream [tokens], int64 [last - first].
+        """Return where documents `first` … `last` - 1 begin in the flat stream [tokens], int64
+        [last - first].
 
-        Document `len(self)` begins at the end of the stream. Not cached: a billion documents would take 8 GB.
+        Document `len(self)` begins at the end of the stream. Not cached: a billion documents would
+        take 8 GB.
         """
         sequences = self._documents[first:last]
         starts = np.full(len(sequences), self.tokens, np.int64)
@@ -253,7 +323,9 @@ class IndexedCorpus:
         return any((np.diff(starts) >= min_tokens).any() for starts in blocks)
 
     def document_ids(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the number of the document of each token of `read(start, count)`, int64 [count]."""
+        """Return the number of the document of each token of `read(start, count)`, int64
+        [count].
+        """
         first, last = (self._document_of(token) for token in (start, start + count - 1))
         starts = self.document_starts(first, last + 1)
         starts[0] = start
@@ -265,7 +337,9 @@ class IndexedCorpus:
         return bisect_right(self._documents, sequence) - 1
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Copy tokens `start` … `start + count - 1` of the stream, int64 [count]. IndexError: out of range."""
+        """Copy tokens `start` … `start + count - 1` of the stream, int64 [count]. IndexError:
+        out of range.
+        """
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens {start} to {start + count} of {self.tokens} in {self.prefix}")
         return self._data[start : start + count].astype(np.int64)
@@ -280,18 +354,24 @@ def _blocks(count: int, max_blocks: int | None = None) -> Iterator[slice]:
 
 def _cache_entry(stamp: list[int], content: dict[str, Any]) -> dict[str, Any]:
     entry = {"stamp": stamp, "content": content}
-    return {**entry, "sha256": hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()}
+    return {
+        **entry,
+        "sha256": hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest(),
+    }
 
 
 def _check_report(path: Path, sha256: str) -> None:
-    """Compare a file's SHA-256 with that in `prepare`'s report, if there is one. UserError: they differ."""
+    """Compare a file's SHA-256 with that in `prepare`'s report, if there is one. UserError: they
+    differ.
+    """
     try:
         recorded = read_object(path.with_name(REPORT))["files"][path.name]["sha256"]
     except (OSError, InvalidJson, KeyError, TypeError):  # no report, or one without checksums
         return
     if recorded != sha256:
         raise UserError(
-            f"{path} is damaged: its SHA-256 is {sha256[:12]}…, not {shown(recorded)[1:13]}… as in {REPORT}; "
+            f"{path} is damaged: its SHA-256 is {sha256[:12]}…, not {shown(recorded)[1:13]}… as in "
+            f"{REPORT}; "
             f"{_WRITE_AGAIN}"
         )
 
@@ -304,28 +384,45 @@ class IndexedWriter:
     """
 
     def __init__(self, prefix: str | Path, vocabulary_size: int) -> None:
-        self.prefix, self.vocabulary_size = str(prefix), vocabulary_size
-        self.dtype, self.tokens = token_dtype(vocabulary_size), 0
-        self._sizes, self._documents = array("i"), array("q", [0])
+        self.prefix = str(prefix)
+        self.vocabulary_size = vocabulary_size
+        self.dtype = token_dtype(vocabulary_size)
+        self.tokens = 0
+        self._sizes = array("i")
+        self._documents = array("q", [0])
         self._file = open(bin_path(prefix), "wb")  # noqa: SIM115 - closed by close() and __exit__
 
-    def add_documents(self, ids: npt.ArrayLike, sizes: npt.ArrayLike, begins: npt.ArrayLike | None = None) -> None:
-        """Append documents of `sizes` tokens, with concatenated ids. UserError: an id is outside the vocabulary.
+    def add_documents(
+        self, ids: npt.ArrayLike, sizes: npt.ArrayLike, begins: npt.ArrayLike | None = None
+    ) -> None:
+        """Append documents of `sizes` tokens, with concatenated ids. UserError: an id is outside
+        the vocabulary.
 
         Args:
-            begins: whether each token begins a sentence, bool; each sentence is a sequence. None: each document.
+            begins: whether each token begins a sentence, bool; each sentence is a sequence. None:
+                each document.
         """
-        values, lengths = np.asarray(ids), np.asarray(sizes, dtype=np.int64)
+        values = np.asarray(ids)
+        lengths = np.asarray(sizes, dtype=np.int64)
         assert lengths.sum() == values.size, (lengths.sum(), values.size)
         if values.size:
-            low, high = int(values.min()), int(values.max())
+            low = int(values.min())
+            high = int(values.max())
             if low < 0 or high >= self.vocabulary_size:
                 bad = low if low < 0 else high
-                raise UserError(f"token id {bad} lies outside the vocabulary of {self.vocabulary_size:,} tokens")
-        assert lengths.max(initial=0) <= np.iinfo(np.int32).max, "the format has 31 bits for a document's length"
+                raise UserError(
+                    f"token id {bad} lies outside the vocabulary of {self.vocabulary_size:,} tokens"
+                )
+        assert lengths.max(initial=0) <= np.iinfo(np.int32).max, (
+            "the format has 31 bits for a document's length"
+        )
         self._file.write(values.astype(self.dtype).tobytes())
         ends = np.cumsum(lengths)
-        inside = np.zeros(0, np.int64) if begins is None else np.setdiff1d(np.flatnonzero(begins), ends - lengths)
+        inside = (
+            np.zeros(0, np.int64)
+            if begins is None
+            else np.setdiff1d(np.flatnonzero(begins), ends - lengths)
+        )
         starts = np.sort(np.concatenate([ends - lengths, inside]))
         self._sizes.frombytes(np.diff(starts, append=values.size).astype(np.intc).tobytes())
         sequences = 1 + np.searchsorted(inside, ends) - np.searchsorted(inside, ends - lengths)

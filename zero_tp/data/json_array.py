@@ -1,4 +1,6 @@
-"""Split a JSON array into its elements, unparsed: the parser of JSON lines then reads each of them."""
+"""Split a JSON array into its elements, unparsed: the parser of JSON lines then reads each of
+them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,10 @@ import re
 from collections.abc import Iterator
 
 _STRING = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)  # the rest of a string, up to its quote
-_BETWEEN, _INSIDE = re.compile(rb'["\[\]{,]'), re.compile(rb'["\[\]{}]')  # where to stop, at depth 0 and below
+_BETWEEN, _INSIDE = (
+    re.compile(rb'["\[\]{,]'),
+    re.compile(rb'["\[\]{}]'),
+)  # where to stop, at depth 0 and below
 _CHUNK = 2**20
 
 
@@ -17,14 +22,21 @@ def array_elements(file: io.BufferedReader, limit: int) -> Iterator[bytes]:
     Brackets, strings and commas are followed, nothing is parsed. So a bad element costs no other.
 
     Args:
-        limit: memory bound; the rest of an element of more bytes is skipped, and more than `limit` bytes are yielded.
+        limit: memory bound; the rest of an element of more bytes is skipped, and more than `limit`
+            bytes are yielded.
 
     Raises:
         EOFError: the array does not end, or something follows it.
     """
-    element, depth, in_string, rest, is_first = bytearray(), 0, False, b"", True
+    element = bytearray()
+    depth = 0
+    in_string = False
+    rest = b""
+    is_first = True
     while chunk := file.read1(_CHUNK):
-        data, position, start = rest + chunk, 0, 0
+        data = rest + chunk
+        position = 0
+        start = 0
         rest = b""
         while position < len(data):
             if in_string:
@@ -34,12 +46,14 @@ def array_elements(file: io.BufferedReader, limit: int) -> Iterator[bytes]:
                 if data[position:] == b"\\":  # the byte that it escapes is in the next chunk
                     rest = b"\\"
                     break
-                in_string, position = position == len(data), position + 1
+                in_string = position == len(data)
+                position = position + 1
                 continue
             match = (_INSIDE if depth else _BETWEEN).search(data, position)
             if match is None:
                 break
-            mark, position = match[0], match.end()
+            mark = match[0]
+            position = match.end()
             in_string = mark == b'"'
             if depth or mark in b"[{":
                 depth += (mark in b"[{") - (mark in b"]}")
@@ -50,7 +64,8 @@ def array_elements(file: io.BufferedReader, limit: int) -> Iterator[bytes]:
                 if mark == b"]":
                     _check_end(data[position:], file)
                     return
-                is_first, start = False, position
+                is_first = False
+                start = position
                 element.clear()
         if len(element) <= limit:
             element += data[start : len(data) - len(rest)]

@@ -1,18 +1,20 @@
-"""Samples of the masked objective: two segments of a document, in order or swapped, with whole words masked.
+"""Samples of the masked objective: two segments of a document, in order or swapped, with whole
+words masked.
 
-A row is `[CLS] A [SEP] B [SEP]`, padded to the sequence length s. A and B are consecutive segments of a document, s - 3
-tokens together; B begins with a sentence. Half of the samples have them swapped; the sentence head learns their order
-(arXiv 1909.08053 section 5.3, 1909.11942 section 3.1). Without that head a row is one segment,
-`[CLS] A [SEP]`, and s - 3 below is s - 2.
+A row is `[CLS] A [SEP] B [SEP]`, padded to the sequence length s. A and B are consecutive segments
+of a document, s - 3 tokens together; B begins with a sentence. Half of the samples have them
+swapped; the sentence head learns their order (arXiv 1909.08053 section 5.3, 1909.11942 section
+3.1). Without that head a row is one segment, `[CLS] A [SEP]`, and s - 3 below is s - 2.
 
-Windows of a document begin every s - 3 tokens, and each is one sample of an epoch; the last one is padded. In a corpus
-with sentences (sequences of its index) a window begins with the sentence of its first token, and for two segments also
-ends with a sentence. Tokens beyond s - 3 are trimmed from the longer segment, one at a time from either end, as in BERT
-and Megatron-LM: a cut at the end of the later segment would reveal the order.
+Windows of a document begin every s - 3 tokens, and each is one sample of an epoch; the last one is
+padded. In a corpus with sentences (sequences of its index) a window begins with the sentence of its
+first token, and for two segments also ends with a sentence. Tokens beyond s - 3 are trimmed from
+the longer segment, one at a time from either end, as in BERT and Megatron-LM: a cut at the end of
+the later segment would reveal the order.
 
-Whole words are masked in n-grams of consecutive words of one segment, as in BERT and Megatron-LM. The tokenizer's marks
-define a word: WordPiece's `##` continues one; byte-level BPE's `Ġ` (and white space) or SentencePiece's `▁` begins
-one.
+Whole words are masked in n-grams of consecutive words of one segment, as in BERT and Megatron-LM.
+The tokenizer's marks define a word: WordPiece's `##` continues one; byte-level BPE's `Ġ` (and white
+space) or SentencePiece's `▁` begins one.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from zero_tp.data.permutation import uniforms
 from zero_tp.data.samples import FixedSamples, TrainingSamples
 from zero_tp.data.tokenizer import MaskingVocabulary
 
-MASKED, RANDOM = 0.8, 0.1
+MASKED = 0.8
+RANDOM = 0.1
 """Shares of the selected tokens that become the mask token and a random one; the others stay."""
 _TRIES = 16  # random places to try for an n-gram; then all free places are listed
 _TRAINING, _VALIDATION = 1, 2  # in the key of random numbers, so that both draw different ones
@@ -47,8 +50,8 @@ class Masking:
     """Selects tokens of a row and masks them.
 
     Attributes:
-        probability: share of a row's ordinary tokens to select, rounded, at least 1 token. A word of more tokens than
-            that is never selected.
+        probability: share of a row's ordinary tokens to select, rounded, at least 1 token. A word
+            of more tokens than that is never selected.
         max_ngram: words of the longest n-gram; n words are drawn with probability ∝ 1/n.
     """
 
@@ -68,7 +71,8 @@ class Masking:
         sizes = np.add.reduceat(maskable, begins, dtype=np.int64) if len(begins) else begins
         budget = max(1, round(self.probability * int(maskable.sum())))
         follows = (begins + sizes == stops)[:-1]
-        inputs, labels = row.copy(), np.full_like(row, IGNORE_INDEX)
+        inputs = row.copy()
+        labels = np.full_like(row, IGNORE_INDEX)
         for word, n in ngrams(sizes.tolist(), follows.tolist(), budget, self.max_ngram, randoms):
             for place in range(begins[word], begins[word + n - 1] + sizes[word + n - 1]):
                 labels[place] = row[place]
@@ -88,17 +92,22 @@ class Masking:
 def ngrams(
     sizes: list[int], follows: list[bool], budget: int, max_ngram: int, randoms: Iterator[float]
 ) -> Iterator[tuple[int, int]]:
-    """Yield disjoint n-grams as (first word, n), until `budget` tokens are selected or no other word fits.
+    """Yield disjoint n-grams as (first word, n), until `budget` tokens are selected or no other
+    word fits.
 
-    n is drawn first, with probability ∝ 1/n, and then one of its free places, all with the same probability. If none
-    is left for n words within the budget, n - 1 words are tried; this happens only for the last few of a row.
+    n is drawn first, with probability ∝ 1/n, and then one of its free places, all with the same
+    probability. If none is left for n words within the budget, n - 1 words are tried; this happens
+    only for the last few of a row.
 
     Args:
         sizes: tokens of each word.
-        follows: for each word but the last, whether the next one follows without a special token in between.
+        follows: for each word but the last, whether the next one follows without a special token in
+            between.
     """
     cumulative_weights = list(accumulate(1 / n for n in range(1, max_ngram + 1)))
-    before, free, count = [0, *accumulate(sizes)], [True] * len(sizes), len(sizes)
+    before = [0, *accumulate(sizes)]
+    free = [True] * len(sizes)
+    count = len(sizes)
 
     def fits(word: int, n: int) -> bool:
         return (
@@ -124,8 +133,12 @@ def ngrams(
         yield word, n
 
 
-def trim(parts: Sequence[npt.NDArray[np.int64]], limit: int, randoms: Iterator[float]) -> list[npt.NDArray[np.int64]]:
-    """Trim parts of a row to `limit` tokens in all: the longest part loses one token at a time, at either end."""
+def trim(
+    parts: Sequence[npt.NDArray[np.int64]], limit: int, randoms: Iterator[float]
+) -> list[npt.NDArray[np.int64]]:
+    """Trim parts of a row to `limit` tokens in all: the longest part loses one token at a time,
+    at either end.
+    """
     spans = [[0, len(part)] for part in parts]
     for _ in range(sum(map(len, parts)) - limit):
         span = max(spans, key=lambda span: span[1] - span[0])
@@ -147,12 +160,16 @@ class DocumentWindows:
     """
 
     def __init__(self, corpus: IndexedCorpus, length: int, shortest: int) -> None:
-        self.corpus, self.length, self.shortest = corpus, length, shortest
+        self.corpus = corpus
+        self.length = length
+        self.shortest = shortest
         counts = [int(self._counts(first).sum()) for first in range(0, len(corpus), _DOCUMENTS)]
         self._before = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
     def _counts(self, first: int) -> npt.NDArray[np.int64]:
-        """Return the windows of each of the documents from `first` on, int64 [at most _DOCUMENTS]."""
+        """Return the windows of each of the documents from `first` on, int64 [at most
+        _DOCUMENTS].
+        """
         sizes = np.diff(self.corpus.document_starts(first, first + _DOCUMENTS + 1))
         return (sizes + (self.length - self.shortest)) // self.length
 
@@ -163,7 +180,8 @@ class DocumentWindows:
         """Return the document of window w, and the number of w in it."""
         block = int(np.searchsorted(self._before, w, side="right")) - 1
         counts = self._counts(block * _DOCUMENTS)
-        ends, rest = np.cumsum(counts), w - int(self._before[block])
+        ends = np.cumsum(counts)
+        rest = w - int(self._before[block])
         i = int(np.searchsorted(ends, rest, side="right"))
         return block * _DOCUMENTS + i, rest - int(ends[i] - counts[i])
 
@@ -185,7 +203,8 @@ class MaskedRowBuilder:
         """Check the length. UserError: the special tokens leave too little room for segments."""
         if self.sequence_length < 2 * self.special_count:
             raise UserError(
-                f"zero_tp.data.sequence_length: {self.sequence_length} tokens, of which the masked objective's special "
+                f"zero_tp.data.sequence_length: {self.sequence_length} tokens, of which the masked "
+                "objective's special "
                 f"ones are {self.special_count}; use at least {2 * self.special_count}"
             )
 
@@ -195,11 +214,19 @@ class MaskedRowBuilder:
         return 3 if self.sentence_order else 2
 
     def windows(self, corpus: IndexedCorpus) -> DocumentWindows:
-        """Return the windows of a corpus, the shortest with the eos token and one token for each segment."""
-        return DocumentWindows(corpus, self.sequence_length - self.special_count, self.special_count)
+        """Return the windows of a corpus, the shortest with the eos token and one token for each
+        segment.
+        """
+        return DocumentWindows(
+            corpus, self.sequence_length - self.special_count, self.special_count
+        )
 
-    def row(self, windows: DocumentWindows, w: int, randoms: Iterator[float]) -> dict[str, npt.NDArray[np.int64]]:
-        """Return window w as a row of a `MaskedBatch`, by name; `randoms` yields its random numbers."""
+    def row(
+        self, windows: DocumentWindows, w: int, randoms: Iterator[float]
+    ) -> dict[str, npt.NDArray[np.int64]]:
+        """Return window w as a row of a `MaskedBatch`, by name; `randoms` yields its random
+        numbers.
+        """
         tokens, begins = self._window(windows, w)
         if not self.sentence_order:
             return self._assemble([tokens], False, randoms)
@@ -207,19 +234,28 @@ class MaskedRowBuilder:
             begins = np.flatnonzero(self.masking.vocabulary.word_begins(tokens)[1:]) + 1
         cuts = begins if len(begins) else np.arange(1, len(tokens))
         cut = int(cuts[int(next(randoms) * len(cuts))])
-        parts = trim([tokens[:cut], tokens[cut:]], self.sequence_length - self.special_count, randoms)
+        parts = trim(
+            [tokens[:cut], tokens[cut:]], self.sequence_length - self.special_count, randoms
+        )
         return self._assemble(parts, next(randoms) < 0.5, randoms)
 
     def empty(self) -> dict[str, npt.NDArray[np.int64]]:
-        """Return a row that is not scored: padding after a [CLS], because softmax needs one visible token."""
+        """Return a row that is not scored: padding after a [CLS], because softmax needs one
+        visible token.
+        """
         return self._assemble([], IGNORE_INDEX, iter(()))
 
     def _assemble(
         self, parts: list[npt.NDArray[np.int64]], swapped: int, randoms: Iterator[float]
     ) -> dict[str, npt.NDArray[np.int64]]:
-        """Return a masked row of segments in the order of the text; `swapped` is its `next_sentence_label`."""
-        vocabulary, s = self.masking.vocabulary, self.sequence_length
-        row, types, used = np.full(s, vocabulary.padding, np.int64), np.zeros(s, np.int64), 1
+        """Return a masked row of segments in the order of the text; `swapped` is its
+        `next_sentence_label`.
+        """
+        vocabulary = self.masking.vocabulary
+        s = self.sequence_length
+        row = np.full(s, vocabulary.padding, np.int64)
+        types = np.zeros(s, np.int64)
+        used = 1
         row[0] = vocabulary.classifier
         for kind, part in enumerate(reversed(parts) if swapped else parts):
             end = used + len(part)
@@ -229,17 +265,30 @@ class MaskedRowBuilder:
         if parts:
             row[:used], labels[:used] = self.masking(row[:used], randoms)
         mask = (np.arange(s) < used).astype(np.int64)
-        batch = {"input_ids": row, "token_type_ids": types, "attention_mask": mask, "labels": labels}
-        return batch | ({"next_sentence_label": np.array(swapped, np.int64)} if self.sentence_order else {})
+        batch = {
+            "input_ids": row,
+            "token_type_ids": types,
+            "attention_mask": mask,
+            "labels": labels,
+        }
+        return batch | (
+            {"next_sentence_label": np.array(swapped, np.int64)} if self.sentence_order else {}
+        )
 
-    def _window(self, windows: DocumentWindows, w: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the tokens of window w without the eos token, and the starts of all sentences but the first."""
-        corpus, length = windows.corpus, windows.length
+    def _window(
+        self, windows: DocumentWindows, w: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the tokens of window w without the eos token, and the starts of all sentences
+        but the first.
+        """
+        corpus = windows.corpus
+        length = windows.length
         document, j = windows.locate(w)
         first, size = corpus.extent(document)
         start = j * length
         if start:
-            # At most half a window earlier: else every window of a long sentence would begin where the sentence does.
+            # At most half a window earlier: else every window of a long sentence would begin where
+            # the sentence does.
             lowest = start - length // 2
             starts = corpus.sequence_starts(first + lowest, start - lowest + 1)
             start = lowest + int(starts[-1]) if len(starts) else start
@@ -249,7 +298,9 @@ class MaskedRowBuilder:
             after = corpus.sequence_starts(first + stop, min(length, size - stop))
             if len(after) or stop + length >= size:
                 stop = stop + int(after[0]) if len(after) else size
-            else:  # it ends inside a long sentence; starts of sentences would reveal the order, so `row` cuts at a word
+            # it ends inside a long sentence; starts of sentences would reveal the order, so `row`
+            # cuts at a word
+            else:
                 begins = begins[:0]
         tokens = corpus.read(first + start, stop - start)
         if stop == size and tokens[-1] == self.masking.vocabulary.eos:
@@ -258,40 +309,57 @@ class MaskedRowBuilder:
 
 
 def _batch(rows: Sequence[dict[str, npt.NDArray[np.int64]]]) -> MaskedBatch:
-    return MaskedBatch({name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]})
+    return MaskedBatch(
+        {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
+    )
 
 
 class MaskedSamples(TrainingSamples[MaskedBatch]):
     """Training samples of the masked objective, one infinite sequence: see `TrainingSamples`.
 
-    The start of the second segment, the segments' order and the masks are drawn from (seed, number of the sample).
+    The start of the second segment, the segments' order and the masks are drawn from (seed, number
+    of the sample).
     """
 
-    def __init__(self, prefixes: Mapping[str, float], row_builder: MaskedRowBuilder, seed: int) -> None:
+    def __init__(
+        self, prefixes: Mapping[str, float], row_builder: MaskedRowBuilder, seed: int
+    ) -> None:
         corpora = [IndexedCorpus(prefix) for prefix in prefixes]
-        self.row_builder, self._windows = row_builder, [row_builder.windows(corpus) for corpus in corpora]
+        self.row_builder = row_builder
+        self._windows = [row_builder.windows(corpus) for corpus in corpora]
         super().__init__(prefixes, corpora, [len(windows) for windows in self._windows], seed)
 
     def identities(self, *, hash_tokens: bool = True) -> dict[str, dict[str, Any]]:
-        """Return prefix → `IndexedCorpus.identity`, and `vocabulary`: the hash of the masking vocabulary."""
-        identities, vocabulary = super().identities(hash_tokens=hash_tokens), self.row_builder.masking.vocabulary
-        return {prefix: identity | {"vocabulary": vocabulary.sha256()} for prefix, identity in identities.items()}
+        """Return prefix → `IndexedCorpus.identity`, and `vocabulary`: the hash of the masking
+        vocabulary.
+        """
+        identities = super().identities(hash_tokens=hash_tokens)
+        vocabulary = self.row_builder.masking.vocabulary
+        return {
+            prefix: identity | {"vocabulary": vocabulary.sha256()}
+            for prefix, identity in identities.items()
+        }
 
     def __getitem__(self, k: int) -> dict[str, npt.NDArray[np.int64]]:
         """Return sample k as a row of a batch, int64 [s] each and `next_sentence_label` []."""
         corpus, _, window = (int(part[0]) for part in self.locate(np.array([k])))
-        return self.row_builder.row(self._windows[corpus], window, uniforms(self.seed, _TRAINING, k))
+        return self.row_builder.row(
+            self._windows[corpus], window, uniforms(self.seed, _TRAINING, k)
+        )
 
     def _batch(self, numbers: range) -> MaskedBatch:
         return _batch([self[k] for k in numbers])
 
 
 class MaskedValidation(FixedSamples[MaskedBatch]):
-    """Validation samples of the masked objective: all windows of held-out corpora, with the same masks each time."""
+    """Validation samples of the masked objective: all windows of held-out corpora, with the same
+    masks each time.
+    """
 
     def __init__(self, prefixes: Collection[str], row_builder: MaskedRowBuilder) -> None:
         corpora = [IndexedCorpus(prefix) for prefix in prefixes]
-        self.row_builder, self._windows = row_builder, [row_builder.windows(corpus) for corpus in corpora]
+        self.row_builder = row_builder
+        self._windows = [row_builder.windows(corpus) for corpus in corpora]
         super().__init__(prefixes, corpora, [len(windows) for windows in self._windows])
 
     def _batch(self, numbers: list[int], rows: int) -> MaskedBatch:

@@ -1,4 +1,6 @@
-"""Permutations and random numbers as pure functions of a key, independent of any library's version."""
+"""Permutations and random numbers as pure functions of a key, independent of any library's
+version.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,16 @@ import numpy.typing as npt
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 8
-# Halves have at least 3 bits: with fewer, a Feistel network reaches only some of the orders of a tiny corpus.
+# Halves have at least 3 bits: with fewer, a Feistel network reaches only some of the orders of a
+# tiny corpus.
 _SMALLEST_HALF = 3
 _BLOCK = 256  # random numbers that are computed at once
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Mix 64 bits with the finalizer of SplitMix64. x: any shape, at least 1-D (numpy warns if a scalar wraps)."""
+    """Mix 64 bits with the finalizer of SplitMix64. x: any shape, at least 1-D (numpy warns if a
+    scalar wraps).
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -31,8 +36,11 @@ def _fold_key(key: tuple[int, ...]) -> npt.NDArray[np.uint64]:
 
 
 def uniforms(*key: int) -> Iterator[float]:
-    """Yield random numbers of [0, 1) without end, a pure function of `key` (SplitMix64, its upper 53 bits)."""
-    state, steps = _fold_key(key), np.arange(1, _BLOCK + 1, dtype=np.uint64) * _GOLDEN
+    """Yield random numbers of [0, 1) without end, a pure function of `key` (SplitMix64, its
+    upper 53 bits).
+    """
+    state = _fold_key(key)
+    steps = np.arange(1, _BLOCK + 1, dtype=np.uint64) * _GOLDEN
     while True:
         x = state + steps
         state = x[-1:]
@@ -42,8 +50,8 @@ def uniforms(*key: int) -> Iterator[float]:
 class Permutation:
     """A permutation of 0 … size-1 as a pure function of `key`: each entry in O(1) time and memory.
 
-    A Feistel network of 8 rounds permutes the next larger power of 4; outputs beyond `size` are put through it again
-    (cycle walking; from size 17 on, fewer than 4 passes on average).
+    A Feistel network of 8 rounds permutes the next larger power of 4; outputs beyond `size` are put
+    through it again (cycle walking; from size 17 on, fewer than 4 passes on average).
     """
 
     def __init__(self, size: int, *key: int) -> None:
@@ -53,14 +61,20 @@ class Permutation:
         self._keys = _mix(_fold_key(key) + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
 
     def entries(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the entries at these indices, int64 [indices]. IndexError: one is outside 0 … size-1."""
+        """Return the entries at these indices, int64 [indices]. IndexError: one is outside 0 …
+        size-1.
+        """
         if numbers.size and not (numbers.min() >= 0 and numbers.max() < self.size):
-            raise IndexError(f"entries {numbers.min()} to {numbers.max()} of a permutation of {self.size}")
-        half, mask = np.uint64(self._half), np.uint64((1 << self._half) - 1)
+            raise IndexError(
+                f"entries {numbers.min()} to {numbers.max()} of a permutation of {self.size}"
+            )
+        half = np.uint64(self._half)
+        mask = np.uint64((1 << self._half) - 1)
         entries = numbers.astype(np.uint64)
         walking = np.arange(entries.size)
         while walking.size:
-            left, right = entries[walking] >> half, entries[walking] & mask
+            left = entries[walking] >> half
+            right = entries[walking] & mask
             for key in self._keys:
                 left, right = right, left ^ (_mix(right ^ key) & mask)
             entries[walking] = left << half | right

@@ -10,13 +10,15 @@ T = TypeVar("T")
 
 
 class ReadAhead(Generic[T]):
-    """Reads the next step's batches, up to step `last`, in a thread; a context manager that ends the thread.
+    """Reads the next step's batches, up to step `last`, in a thread; a context manager that ends
+    the thread.
 
     The batches of a step depend on its number alone.
     """
 
     def __init__(self, read: Callable[[int], T], last: int) -> None:
-        self._read, self._last = read, last
+        self._read = read
+        self._last = last
         self._thread = ThreadPoolExecutor(1, "read-ahead")
         self._pending: tuple[int, Future[T]] | None = None
 
@@ -27,9 +29,14 @@ class ReadAhead(Generic[T]):
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def take(self, step: int) -> T:
-        """Return the batches of `step`, and start to read the next ones. Raises the errors of reading them."""
-        pending, self._pending = self._pending, None
-        batches = pending[1].result() if pending is not None and pending[0] == step else self._read(step)
+        """Return the batches of `step`, and start to read the next ones. Raises the errors of
+        reading them.
+        """
+        pending = self._pending
+        self._pending = None
+        batches = (
+            pending[1].result() if pending is not None and pending[0] == step else self._read(step)
+        )
         if step < self._last:
             self._pending = step + 1, self._thread.submit(self._read, step + 1)
         return batches

@@ -22,7 +22,9 @@ EVERY_STRING = "\0"
 """In place of a field's name: all strings of a record are its text."""
 MAX_LINE_BYTES = MAX_FILE_BYTES
 MAX_CHARACTERS = 2**25
-"""The longest document, in characters. To encode it, tokenizers needs about 130 bytes of memory a character."""
+"""The longest document, in characters. To encode it, tokenizers needs about 130 bytes of memory
+a character.
+"""
 MAX_PROBLEMS = 10
 RecordContent = bytes | dict[str, Any]
 
@@ -32,12 +34,15 @@ class Source:
     """A file, standard input, or a data set of the Hugging Face hub.
 
     Attributes:
-        name: the path or "standard input", for messages; on the hub hf:NAME[:CONFIGURATION[:SPLIT]].
+        name: the path or "standard input", for messages; on the hub
+            hf:NAME[:CONFIGURATION[:SPLIT]].
         kind: a key of `formats.FORMATS`, or "hub".
         text_key, document_unit: `text_key` and `documents` of `PrepareSettings`.
         path: the file; None for standard input and the hub.
-        size_and_time: the file's bytes and time of change [ns] before it was read; zeros without a file.
-        key: the field of the text, set before the first record of a table or block; None for plain text.
+        size_and_time: the file's bytes and time of change [ns] before it was read; zeros without a
+            file.
+        key: the field of the text, set before the first record of a table or block; None for plain
+            text.
         position: bytes of the file that have been read.
         sha256: hash of the bytes as stored, set after all blocks were read.
     """
@@ -156,7 +161,8 @@ def document_of(content: RecordContent | Problem, key: str | None) -> Document |
     else:
         return Problem(
             "no text",
-            f"no key {key!r}; the keys found are {_names(dict.fromkeys(content))}: choose one with --text-key",
+            f"no key {key!r}; the keys found are {_names(dict.fromkeys(content))}: choose one with "
+            "--text-key",
         )
     try:
         if isinstance(text, bytes):
@@ -164,16 +170,23 @@ def document_of(content: RecordContent | Problem, key: str | None) -> Document |
         elif isinstance(text, str):
             text.encode("utf-8")
     except (UnicodeDecodeError, UnicodeEncodeError) as error:  # the second: an unpaired surrogate
-        return Problem("not UTF-8", f"not UTF-8 at position {error.start}: convert it to UTF-8 first")
+        return Problem(
+            "not UTF-8", f"not UTF-8 at position {error.start}: convert it to UTF-8 first"
+        )
     if not isinstance(text, str):
-        return Problem("no text", f"{key!r} must be a string, found {json_kind(type(text).__name__)}")
+        return Problem(
+            "no text", f"{key!r} must be a string, found {json_kind(type(text).__name__)}"
+        )
     title = None
     if isinstance(content, bytes):
         text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     elif isinstance(content.get(TITLE), str | bytes):
         title = next(_strings(content[TITLE]))
     if len(text) > MAX_CHARACTERS:
-        return Problem("too long", f"a document of {len(text):,} characters, at most {MAX_CHARACTERS:,} are read")
+        return Problem(
+            "too long",
+            f"a document of {len(text):,} characters, at most {MAX_CHARACTERS:,} are read",
+        )
     return Document(text, title)
 
 
@@ -190,10 +203,14 @@ def parse_dict(line: bytes) -> dict[str, Any] | Problem:
     try:
         record = parse_json(line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n"))
     except InvalidJson as error:
-        return Problem("not UTF-8" if isinstance(error, InvalidUnicode) else "malformed", str(error))
+        return Problem(
+            "not UTF-8" if isinstance(error, InvalidUnicode) else "malformed", str(error)
+        )
     if isinstance(record, dict):
         return record
-    return Problem("malformed", f"a JSON object is needed, found {json_kind(type(record).__name__)}")
+    return Problem(
+        "malformed", f"a JSON object is needed, found {json_kind(type(record).__name__)}"
+    )
 
 
 def _names(fields: Mapping[str, str | None]) -> str:
@@ -211,7 +228,8 @@ def text_of(record: dict[str, Any], location: str, text_key: str) -> str:
 
 
 def choose_key(fields: Mapping[str, str | None], source: Source) -> str:
-    """Return the field of the text: the `text_key`, or the first of `TEXT_KEYS`, or the only field that is a string.
+    """Return the field of the text: the `text_key`, or the first of `TEXT_KEYS`, or the only field
+    that is a string.
 
     `fields`: name → None for strings, else the name of its type. UserError: there is no such field.
     """
@@ -223,6 +241,7 @@ def choose_key(fields: Mapping[str, str | None], source: Source) -> str:
         if name in texts:
             return name
     raise UserError(
-        f"{source.name}: no key {source.text_key or TEXT_KEYS[0]!r} with a text; the keys found are {_names(fields)}: "
+        f"{source.name}: no key {source.text_key or TEXT_KEYS[0]!r} with a text; the keys found "
+        f"are {_names(fields)}: "
         "choose one with --text-key"
     )

@@ -1,10 +1,12 @@
 """The tokens that training step k sees, and those that validation scores.
 
-Step k trains on the samples k·B … (k+1)·B - 1 of one infinite sequence, a pure function of the corpora, their weights,
-the sequence length and the seed. TP, DP, micro-batch and accumulation only decide which rank reads which samples. Any
-sample is computed from its number alone, so resuming needs no state but the step.
+Step k trains on the samples k·B … (k+1)·B - 1 of one infinite sequence, a pure function of the
+corpora, their weights, the sequence length and the seed. TP, DP, micro-batch and accumulation only
+decide which rank reads which samples. Any sample is computed from its number alone, so resuming
+needs no state but the step.
 
-Letters: s sequence length, B global batch, m micro-batch, d data-parallel size, a accumulation steps.
+Letters: s sequence length, B global batch, m micro-batch, d data-parallel size, a accumulation
+steps.
 """
 
 from __future__ import annotations
@@ -33,11 +35,12 @@ BLEND_PERIOD = 10_000
 class TrainingSamples(ABC, Generic[BatchType]):
     """Training samples: one infinite sequence, numbered from 0.
 
-    An epoch of a corpus has each of its windows once, in an order that is a pure function of (seed, epoch, index of the
-    corpus in `weights`), not of paths, so a corpus can move.
+    An epoch of a corpus has each of its windows once, in an order that is a pure function of (seed,
+    epoch, index of the corpus in `weights`), not of paths, so a corpus can move.
 
-    Several corpora are interleaved as Megatron-LM blends them: the next sample comes from the corpus with the largest
-    deficit. The schedule repeats every `BLEND_PERIOD` samples, with weights rounded to that resolution.
+    Several corpora are interleaved as Megatron-LM blends them: the next sample comes from the
+    corpus with the largest deficit. The schedule repeats every `BLEND_PERIOD` samples, with weights
+    rounded to that resolution.
 
     Cost: O(1) time and memory for any k, no replay; a blend holds a table of 10,000 × 2 integers.
 
@@ -48,10 +51,16 @@ class TrainingSamples(ABC, Generic[BatchType]):
     """
 
     def __init__(
-        self, weights: Mapping[str, float], corpora: list[IndexedCorpus], windows: list[int], seed: int
+        self,
+        weights: Mapping[str, float],
+        corpora: list[IndexedCorpus],
+        windows: list[int],
+        seed: int,
     ) -> None:
         _check_windows(corpora, windows)
-        self.corpora, self.windows, self.seed = corpora, windows, seed
+        self.corpora = corpora
+        self.windows = windows
+        self.seed = seed
         self._blend = _Blend(weights)
 
     def identities(self, *, hash_tokens: bool = True) -> dict[str, dict[str, Any]]:
@@ -74,15 +83,25 @@ class TrainingSamples(ABC, Generic[BatchType]):
         return corpora, epochs, windows
 
     def rank_batches(
-        self, step: int, global_batch: int, micro_batch: int, accumulation: int, data_rank: int, data_size: int
+        self,
+        step: int,
+        global_batch: int,
+        micro_batch: int,
+        accumulation: int,
+        data_rank: int,
+        data_size: int,
     ) -> list[BatchType]:
         """Return the a batches of m rows that one data-parallel rank trains on at `step`.
 
-        Micro-batch i of rank r holds the m samples from step·B + i·d·m + r·m on, so together the ranks hold each sample
-        of the step exactly once. The TP ranks of one data-parallel rank get the same batches.
+        Micro-batch i of rank r holds the m samples from step·B + i·d·m + r·m on, so together the
+        ranks hold each sample of the step exactly once. The TP ranks of one data-parallel rank get
+        the same batches.
         """
         assert global_batch == micro_batch * accumulation * data_size and 0 <= data_rank < data_size
-        firsts = (step * global_batch + (i * data_size + data_rank) * micro_batch for i in range(accumulation))
+        firsts = (
+            step * global_batch + (i * data_size + data_rank) * micro_batch
+            for i in range(accumulation)
+        )
         return [self._batch(range(first, first + micro_batch)) for first in firsts]
 
     @abstractmethod
@@ -91,22 +110,30 @@ class TrainingSamples(ABC, Generic[BatchType]):
 
 
 class PackedSamples(TrainingSamples[Batch]):
-    """Training samples of the causal objective: `samples[k]` is int64 [s + 1], inputs `[:-1]` and targets `[1:]`.
+    """Training samples of the causal objective: `samples[k]` is int64 [s + 1], inputs `[:-1]` and
+    targets `[1:]`.
 
-    A corpus' token stream is cut into windows of s + 1 tokens at stride s, so an epoch has each target exactly once
-    (except in the tail of fewer than s tokens, which fills no window).
+    A corpus' token stream is cut into windows of s + 1 tokens at stride s, so an epoch has each
+    target exactly once (except in the tail of fewer than s tokens, which fills no window).
 
-    With `separate`, the documents of a sample are separate (see batch.py); its token ids are the same.
+    With `separate`, the documents of a sample are separate (see batch.py); its token ids are the
+    same.
 
     Raises:
-        UserError: no corpus, a weight that isn't a positive number or too small a share, a corpus shorter than s + 1
-            tokens, or one without anything to predict.
+        UserError: no corpus, a weight that isn't a positive number or too small a share, a corpus
+            shorter than s + 1 tokens, or one without anything to predict.
     """
 
     def __init__(
-        self, prefixes: Mapping[str, float], sequence_length: int, seed: int, *, separate: bool = False
+        self,
+        prefixes: Mapping[str, float],
+        sequence_length: int,
+        seed: int,
+        *,
+        separate: bool = False,
     ) -> None:
-        self.sequence_length, self.separate = sequence_length, separate
+        self.sequence_length = sequence_length
+        self.separate = separate
         corpora = [IndexedCorpus(prefix) for prefix in prefixes]
         windows = [_count_targets(corpus, separate) // sequence_length for corpus in corpora]
         super().__init__(prefixes, corpora, windows, seed)
@@ -125,7 +152,11 @@ class PackedSamples(TrainingSamples[Batch]):
         """Return the numbers of the documents of samples' tokens, int64 [samples, s + 1]."""
         return self._rows(numbers, IndexedCorpus.document_ids)
 
-    def _rows(self, numbers: Iterable[int], read: Callable[[IndexedCorpus, int, int], npt.NDArray[np.int64]]) -> Tensor:
+    def _rows(
+        self,
+        numbers: Iterable[int],
+        read: Callable[[IndexedCorpus, int, int], npt.NDArray[np.int64]],
+    ) -> Tensor:
         s = self.sequence_length
         corpora, _, windows = self.locate(np.fromiter(numbers, np.int64))
         rows = np.empty((len(corpora), s + 1), np.int64)
@@ -135,7 +166,9 @@ class PackedSamples(TrainingSamples[Batch]):
 
 
 def _count_targets(corpus: IndexedCorpus, separate: bool) -> int:
-    """Return the tokens but the first; 0 if documents are separate and none has a second token to predict."""
+    """Return the tokens but the first; 0 if documents are separate and none has a second token
+    to predict.
+    """
     return 0 if separate and not corpus.has_document_with(2) else max(0, corpus.tokens - 1)
 
 
@@ -146,7 +179,8 @@ def _check_windows(corpora: list[IndexedCorpus], windows: list[int]) -> None:
     for corpus, count in zip(corpora, windows, strict=True):
         if count < 1:
             raise UserError(
-                f"{corpus.prefix}: its {len(corpus):,} documents of {corpus.tokens:,} tokens are too short for a "
+                f"{corpus.prefix}: its {len(corpus):,} documents of {corpus.tokens:,} tokens are "
+                "too short for a "
                 "sample; use longer documents or a smaller zero_tp.data.sequence_length"
             )
 
@@ -167,7 +201,8 @@ class _Blend:
         for prefix, share in zip(weights, self.shares, strict=True):
             if share == 0:
                 raise UserError(
-                    f"weight {weights[prefix]} of {prefix} is {weights[prefix] / total:.1e} of the total: "
+                    f"weight {weights[prefix]} of {prefix} is {weights[prefix] / total:.1e} of the "
+                    "total: "
                     f"at least {1 / BLEND_PERIOD:g} is needed"
                 )
         self._corpus, self._before = self._schedule()
@@ -184,7 +219,9 @@ class _Blend:
         assert (counts == self.shares).all()
         return corpus, before
 
-    def locate(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def locate(
+        self, numbers: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the corpus of each sample, and the number of samples of that corpus before it."""
         periods, i = np.divmod(numbers, self.period)
         corpora = self._corpus[i]
@@ -194,18 +231,21 @@ class _Blend:
 class FixedSamples(ABC, Generic[BatchType]):
     """Validation samples: the windows of held-out corpora in a fixed order, corpus after corpus.
 
-    A figure of several corpora is the mean of the corpora's own figures, weighted with `shares`. To compute the figure
-    of a corpus, sum the losses and divide by the number of labels that aren't -100: a mean of batch means would weigh
-    padding.
+    A figure of several corpora is the mean of the corpora's own figures, weighted with `shares`. To
+    compute the figure of a corpus, sum the losses and divide by the number of labels that aren't
+    -100: a mean of batch means would weigh padding.
 
     Args:
         prefixes: corpus prefix → weight, in any unit; without weights they are equal.
         corpora, windows: the corpora in that order, and the number of windows of each.
     """
 
-    def __init__(self, prefixes: Collection[Any], corpora: list[IndexedCorpus], windows: list[int]) -> None:
+    def __init__(
+        self, prefixes: Collection[Any], corpora: list[IndexedCorpus], windows: list[int]
+    ) -> None:
         _check_windows(corpora, windows)
-        self.corpora, self.windows = corpora, windows
+        self.corpora = corpora
+        self.windows = windows
         weights = list(prefixes.values()) if isinstance(prefixes, Mapping) else [1.0] * len(corpora)
         self._weights = [weight / sum(weights) for weight in weights]
         self._first = np.concatenate([[0], np.cumsum(windows)])
@@ -215,7 +255,9 @@ class FixedSamples(ABC, Generic[BatchType]):
         return int(self._first[-1])
 
     def shares(self, limit: int) -> list[tuple[float, int]]:
-        """Return the share of each corpus in the weights, and its windows of `limit` by that share, at least one."""
+        """Return the share of each corpus in the weights, and its windows of `limit` by that
+        share, at least one.
+        """
         return [(weight, max(1, round(limit * weight))) for weight in self._weights]
 
     def _locate(self, i: int) -> tuple[int, int]:
@@ -225,42 +267,63 @@ class FixedSamples(ABC, Generic[BatchType]):
 
     @abstractmethod
     def _batch(self, numbers: list[int], rows: int) -> BatchType:
-        """Return windows as the first rows of a batch of `rows`; the other rows have only labels -100."""
+        """Return windows as the first rows of a batch of `rows`; the other rows have only labels
+        -100.
+        """
 
     def batches(
-        self, limit: int | None, micro_batch: int, data_rank: int, data_size: int, corpus: int | None = None
+        self,
+        limit: int | None,
+        micro_batch: int,
+        data_rank: int,
+        data_size: int,
+        corpus: int | None = None,
     ) -> Iterator[BatchType]:
-        """Yield one rank's batches, of one shape and as many on every rank: ZeRO-3 gathers weights in lock-step.
+        """Yield one rank's batches, of one shape and as many on every rank: ZeRO-3 gathers weights
+        in lock-step.
 
         Args:
-            limit: windows to score over all ranks, evenly spread; None: all. The topology never changes which they are.
+            limit: windows to score over all ranks, evenly spread; None: all. The topology never
+                changes which they are.
             micro_batch: m rows a batch; rows beyond the last window have only labels -100.
             corpus: the number of a corpus; None: the windows of all.
         """
         assert 0 <= data_rank < data_size
-        offset, total = (0, len(self)) if corpus is None else (int(self._first[corpus]), self.windows[corpus])
+        offset, total = (
+            (0, len(self)) if corpus is None else (int(self._first[corpus]), self.windows[corpus])
+        )
         count = total if limit is None else min(limit, total)
         # Start and end shift equally, so every rank yields the same number of batches.
-        for first in range(data_rank * micro_batch, count + data_rank * micro_batch, micro_batch * data_size):
+        for first in range(
+            data_rank * micro_batch, count + data_rank * micro_batch, micro_batch * data_size
+        ):
             numbers = range(first, min(first + micro_batch, count))
             yield self._batch([offset + n * total // count for n in numbers], micro_batch)
 
 
 class ValidationSamples(FixedSamples[Batch]):
-    """Validation samples of the causal objective: all held-out tokens but a corpus' first are targets exactly once.
+    """Validation samples of the causal objective: all held-out tokens but a corpus' first are
+    targets exactly once.
 
-    Windows of s inputs at stride s; the last window of a corpus is padded with token 0 and labels -100. With `separate`
-    documents (see batch.py), the first token of each is no target either.
+    Windows of s inputs at stride s; the last window of a corpus is padded with token 0 and labels
+    -100. With `separate` documents (see batch.py), the first token of each is no target either.
     """
 
     def __init__(
-        self, prefixes: str | Path | Collection[str | Path], sequence_length: int, *, separate: bool = False
+        self,
+        prefixes: str | Path | Collection[str | Path],
+        sequence_length: int,
+        *,
+        separate: bool = False,
     ) -> None:
-        self.sequence_length, self.separate = sequence_length, separate
+        self.sequence_length = sequence_length
+        self.separate = separate
         prefixes = [prefixes] if isinstance(prefixes, str | Path) else prefixes
         corpora = [IndexedCorpus(prefix) for prefix in prefixes]
         super().__init__(
-            prefixes, corpora, [-(-_count_targets(corpus, separate) // sequence_length) for corpus in corpora]
+            prefixes,
+            corpora,
+            [-(-_count_targets(corpus, separate) // sequence_length) for corpus in corpora],
         )
 
     def _batch(self, numbers: list[int], rows: int) -> Batch:
@@ -269,9 +332,12 @@ class ValidationSamples(FixedSamples[Batch]):
         documents = torch.full_like(windows, PADDING)
         for row, i in enumerate(numbers):
             number, window = self._locate(i)
-            corpus, start = self.corpora[number], window * s
+            corpus = self.corpora[number]
+            start = window * s
             count = min(s + 1, corpus.tokens - start)
             windows[row, :count] = torch.from_numpy(corpus.read(start, count))
-            documents[row, :count] = torch.from_numpy(corpus.document_ids(start, count)) if self.separate else 0
+            documents[row, :count] = (
+                torch.from_numpy(corpus.document_ids(start, count)) if self.separate else 0
+            )
         batch = separate_documents(windows, documents)
         return batch if self.separate else Batch(batch.input_ids, batch.labels)

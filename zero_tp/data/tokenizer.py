@@ -1,4 +1,6 @@
-"""Load the tokenizer of a Hugging Face directory, encode documents, and read the properties that masking uses."""
+"""Load the tokenizer of a Hugging Face directory, encode documents, and read the properties that
+masking uses.
+"""
 
 from __future__ import annotations
 
@@ -27,35 +29,48 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-_EOS_NAMES = re.compile(r"[<\[]\W?(/s|eos|eod|end.?of.?(text|document|sentence))\W?[>\]]", re.IGNORECASE)
-_SPACE, *_BREAKS = (chr(256 + byte) for byte in b" \t\n\v\f\r")  # as byte-level BPE writes them: Ġ is the space
+_EOS_NAMES = re.compile(
+    r"[<\[]\W?(/s|eos|eod|end.?of.?(text|document|sentence))\W?[>\]]", re.IGNORECASE
+)
+_SPACE, *_BREAKS = (
+    chr(256 + byte) for byte in b" \t\n\v\f\r"
+)  # as byte-level BPE writes them: Ġ is the space
 _METASPACE = "\u2581"
-# sentencex 1.0.32 panics at white space of several bytes between a letter and a period; a space changes no boundary.
+# sentencex 1.0.32 panics at white space of several bytes between a letter and a period; a space
+# changes no boundary.
 _SENTENCEX_PANICS = re.compile(r"([^\W\d_]\s*)[^\S\x00-\x7f](?=\.)")
 EncodedDocument = tuple[npt.NDArray[np.uintc], npt.NDArray[np.bool_]]
-"""A document's token ids [tokens], and whether a sentence begins with each [tokens]; [0] if sentences are not split."""
+"""A document's token ids [tokens], and whether a sentence begins with each [tokens]; [0] if
+sentences are not split.
+"""
 
 
 def load_tokenizer(directory: Path, eos: str | None = None) -> PreTrainedTokenizerFast:
     """Load a fast tokenizer from a Hugging Face directory.
 
     Args:
-        eos: one of its tokens, to use as its eos token. None: its own eos token, or its only token with a well-known
-            name, unless it is a tokenizer for the masked objective.
+        eos: one of its tokens, to use as its eos token. None: its own eos token, or its only token
+            with a well-known name, unless it is a tokenizer for the masked objective.
     """
     tokenizer = open_tokenizer(directory)
     if not getattr(tokenizer, "is_fast", False):
-        raise UserError(f"tokenizer {directory}: it has no tokenizer.json form (a fast tokenizer), which is needed")
+        raise UserError(
+            f"tokenizer {directory}: it has no tokenizer.json form (a fast tokenizer), which is "
+            "needed"
+        )
     if eos is not None:
         if eos not in tokenizer.get_vocab():
-            raise UserError(f"tokenizer {directory}: it has no token {eos!r}: give --eos one that it has")
+            raise UserError(
+                f"tokenizer {directory}: it has no token {eos!r}: give --eos one that it has"
+            )
         _set_eos(tokenizer, eos)
     if tokenizer.eos_token_id is None and missing_for_masking(tokenizer):
         likely = sorted(filter(_EOS_NAMES.fullmatch, tokenizer.get_vocab()))
         if len(likely) != 1:
             candidates = ", ".join(likely) or "none with a well-known name"
             raise UserError(
-                f"tokenizer {directory}: it has no eos token, which must end each document: choose a token with --eos "
+                f"tokenizer {directory}: it has no eos token, which must end each document: choose "
+                "a token with --eos "
                 f"(candidates: {candidates})"
             )
         _set_eos(tokenizer, *likely)
@@ -63,29 +78,36 @@ def load_tokenizer(directory: Path, eos: str | None = None) -> PreTrainedTokeniz
 
 
 def _set_eos(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
-    # Not `tokenizer.eos_token = token`: transformers makes the eos an added token when it opens the saved files.
+    # Not `tokenizer.eos_token = token`: transformers makes the eos an added token when it opens the
+    # saved files.
     tokenizer.add_special_tokens({"eos_token": token})
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path, source: Path) -> None:
-    """Save a corpus's tokenizer. UserError: transformers would not open the saved files with the same ids.
+    """Save a corpus's tokenizer. UserError: transformers would not open the saved files with the
+    same ids.
 
     Args:
         source: the directory that it was opened from.
     """
     tokenizer.save_pretrained(str(directory))
     if problem := match_tokenizer(directory, tokenizer):
-        raise UserError(f"tokenizer {source}: transformers opens a saved copy of it with other ids: {problem}")
+        raise UserError(
+            f"tokenizer {source}: transformers opens a saved copy of it with other ids: {problem}"
+        )
 
 
 def corpus_fingerprint(prefix: str) -> TokenizerFingerprint | None:
-    """Return the fingerprint of a corpus's tokenizer that `prepare` recorded; None: it recorded none."""
+    """Return the fingerprint of a corpus's tokenizer that `prepare` recorded; None: it recorded
+    none.
+    """
     path = bin_path(prefix).with_name(REPORT)
     try:
         report = read_object(path)
     except (OSError, InvalidJson):  # a corpus of Megatron-LM has none
         return None
-    recorded, files = report.get("tokenizer"), report.get("files")
+    recorded = report.get("tokenizer")
+    files = report.get("files")
     if recorded is None or not isinstance(files, dict) or bin_path(prefix).name not in files:
         return None
     return validate(TokenizerFingerprint, recorded, f"{path}: tokenizer")
@@ -93,17 +115,20 @@ def corpus_fingerprint(prefix: str) -> TokenizerFingerprint | None:
 
 def missing_for_masking(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the special tokens of the masked objective (mask, sep, cls) that a tokenizer lacks."""
-    return [name for name in ("mask", "sep", "cls") if getattr(tokenizer, f"{name}_token_id") is None]
+    return [
+        name for name in ("mask", "sep", "cls") if getattr(tokenizer, f"{name}_token_id") is None
+    ]
 
 
 class DocumentEncoder:
     """Encodes documents in batches; can be pickled for another process.
 
-    A text that spells a special token (`<|endoftext|>`) is encoded as ordinary text. Each document ends with the eos
-    token, if the tokenizer has one (BERT's has none).
+    A text that spells a special token (`<|endoftext|>`) is encoded as ordinary text. Each document
+    ends with the eos token, if the tokenizer has one (BERT's has none).
 
     Args:
-        language: ISO 639 code: documents are split into sentences by the rules of this language; None: they aren't.
+        language: ISO 639 code: documents are split into sentences by the rules of this language;
+            None: they aren't.
 
     Attributes:
         eos_count: eos tokens of a document: 0 or 1.
@@ -116,8 +141,10 @@ class DocumentEncoder:
 
         eos = tokenizer.eos_token_id
         self._eos = array("I", [] if eos is None else [eos])
-        self.eos_count, self.language = len(self._eos), language
-        self.vocabulary_size, self.fingerprint = vocabulary_size(tokenizer), TokenizerFingerprint.of(tokenizer)
+        self.eos_count = len(self._eos)
+        self.language = language
+        self.vocabulary_size = vocabulary_size(tokenizer)
+        self.fingerprint = TokenizerFingerprint.of(tokenizer)
         # A copy, because the tokenizer that is saved must keep its own settings.
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.no_truncation()
@@ -125,18 +152,30 @@ class DocumentEncoder:
         self.end_of_document: str | None = None if eos is None else self._backend.id_to_token(eos)
 
     def encode(self, texts: list[str]) -> list[EncodedDocument]:
-        """Return each text's token ids, eos at the end, and the starts of its sentences, if there is a language."""
+        """Return each text's token ids, eos at the end, and the starts of its sentences, if
+        there is a language.
+        """
         self._backend.encode_special_tokens = True  # a pickled tokenizer forgets it
-        encode = self._backend.encode_batch if self.language else self._backend.encode_batch_fast  # no offsets
+        encode = (
+            self._backend.encode_batch if self.language else self._backend.encode_batch_fast
+        )  # no offsets
         try:
             encodings = encode(texts, add_special_tokens=False)
         except Exception as error:  # tokenizers raises no other type
             remedy = "use a tokenizer with an unknown token"
-            raise UserError(f"the tokenizer can't encode a document ({first_line(error)}); {remedy}") from error
-        return list(zip(map(self._ids, encodings), map(self._sentence_starts, texts, encodings), strict=True))
+            raise UserError(
+                f"the tokenizer can't encode a document ({first_line(error)}); {remedy}"
+            ) from error
+        return list(
+            zip(
+                map(self._ids, encodings), map(self._sentence_starts, texts, encodings), strict=True
+            )
+        )
 
     def _ids(self, encoding: Encoding) -> npt.NDArray[np.uintc]:
-        return np.frombuffer(array("I", encoding.ids) + self._eos, np.uintc)  # np.array would take three times as long
+        return np.frombuffer(
+            array("I", encoding.ids) + self._eos, np.uintc
+        )  # np.array would take three times as long
 
     def _sentence_starts(self, text: str, encoding: Encoding) -> npt.NDArray[np.bool_]:
         if self.language is None:
@@ -145,7 +184,8 @@ class DocumentEncoder:
 
         lengths = list(map(len, segment(self.language, _SENTENCEX_PANICS.sub(r"\1 ", text))))
         assert sum(lengths) == len(text)
-        # A token that includes the space before a sentence belongs to the sentence of its last character.
+        # A token that includes the space before a sentence belongs to the sentence of its last
+        # character.
         ends = [end for _, end in encoding.offsets]
         first_tokens = np.searchsorted(ends, [0, *np.cumsum(lengths[:-1])], side="right")
         starts = np.zeros(len(ends) + self.eos_count, np.bool_)
@@ -168,8 +208,10 @@ class MaskingVocabulary:
     """The properties of a vocabulary of v tokens that masking uses.
 
     Attributes:
-        mask, separator, classifier, padding, eos: special tokens' ids. No sample contains the eos; it may be None.
-        special: whether a token is never masked and never a replacement, bool [v]: special tokens and unused ids.
+        mask, separator, classifier, padding, eos: special tokens' ids. No sample contains the eos;
+            it may be None.
+        special: whether a token is never masked and never a replacement, bool [v]: special tokens
+            and unused ids.
         begins: whether a word begins with it, bool [v].
         ends: whether a word begins after it, bool [v].
     """
@@ -184,61 +226,93 @@ class MaskingVocabulary:
     ends: npt.NDArray[np.bool_]
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: PreTrainedTokenizerFast, directory: Path, size: int) -> MaskingVocabulary:
-        """Read a tokenizer with ids below v = `size`. UserError: it lacks special tokens, or marks of words."""
+    def from_tokenizer(
+        cls, tokenizer: PreTrainedTokenizerFast, directory: Path, size: int
+    ) -> MaskingVocabulary:
+        """Read a tokenizer with ids below v = `size`. UserError: it lacks special tokens, or
+        marks of words.
+        """
         if missing := missing_for_masking(tokenizer):
             raise UserError(
-                f"tokenizer {directory}: it has no {' and no '.join(f'{name}_token' for name in missing)}, which the "
-                "masked objective needs; prepare the corpus with --tokenizer wordpiece:SIZE, or a tokenizer with them"
+                f"tokenizer {directory}: it has no "
+                f"{' and no '.join(f'{name}_token' for name in missing)}, which the "
+                "masked objective needs; prepare the corpus with --tokenizer wordpiece:SIZE, or a "
+                "tokenizer with them"
             )
-        firsts, lasts, continuing = _word_marks(json.loads(tokenizer.backend_tokenizer.to_str()), directory)
-        special, begins, ends = np.ones(size, bool), np.ones(size, bool), np.zeros(size, bool)
+        firsts, lasts, continuing = _word_marks(
+            json.loads(tokenizer.backend_tokenizer.to_str()), directory
+        )
+        special = np.ones(size, bool)
+        begins = np.ones(size, bool)
+        ends = np.zeros(size, bool)
         special_ids = set(tokenizer.all_special_ids)
         for token, i in tokenizer.get_vocab().items():
             if i not in special_ids:
                 continues = not continuing or token.startswith(continuing)
-                special[i], begins[i], ends[i] = False, token.startswith(firsts) or not continues, token.endswith(lasts)
-        mask, separator, classifier = tokenizer.mask_token_id, tokenizer.sep_token_id, tokenizer.cls_token_id
+                special[i], begins[i], ends[i] = (
+                    False,
+                    token.startswith(firsts) or not continues,
+                    token.endswith(lasts),
+                )
+        mask = tokenizer.mask_token_id
+        separator = tokenizer.sep_token_id
+        classifier = tokenizer.cls_token_id
         padding = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        return cls(mask, separator, classifier, padding, tokenizer.eos_token_id, special, begins, ends)
+        return cls(
+            mask, separator, classifier, padding, tokenizer.eos_token_id, special, begins, ends
+        )
 
     def sha256(self) -> str:
         """Return a hash of the vocabulary."""
         ids = (self.mask, self.separator, self.classifier, self.padding, self.eos)
-        parts = (repr(ids).encode(), *(np.packbits(part).tobytes() for part in (self.special, self.begins, self.ends)))
+        parts = (
+            repr(ids).encode(),
+            *(np.packbits(part).tobytes() for part in (self.special, self.begins, self.ends)),
+        )
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def word_begins(self, row: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return which tokens of a row begin a word, bool [s]; also its first, and the first after a special token."""
+        """Return which tokens of a row begin a word, bool [s]; also its first, and the first
+        after a special token.
+        """
         begins = self.begins[row]
         begins[:1] = True
         begins[1:] |= self.ends[row[:-1]] | self.special[row[:-1]]
         return begins & ~self.special[row]
 
 
-def _word_marks(serialized: dict[str, Any], directory: Path) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Return the marks of words: prefixes of first tokens, suffixes of last tokens, the prefix of continuing tokens.
+def _word_marks(
+    serialized: dict[str, Any], directory: Path
+) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Return the marks of words: prefixes of first tokens, suffixes of last tokens, the prefix of
+    continuing tokens.
 
     If the third is "", a token without one of the first prefixes continues a word.
     """
     model = serialized["model"]
-    continuing, last = (model.get(key) or "" for key in ("continuing_subword_prefix", "end_of_word_suffix"))
+    continuing, last = (
+        model.get(key) or "" for key in ("continuing_subword_prefix", "end_of_word_suffix")
+    )
     if continuing or last:
         return (), (last,) if last else (), continuing
-    pipeline = json.dumps([serialized[key] for key in ("normalizer", "pre_tokenizer", "decoder")], ensure_ascii=False)
+    pipeline = json.dumps(
+        [serialized[key] for key in ("normalizer", "pre_tokenizer", "decoder")], ensure_ascii=False
+    )
     if '"ByteLevel"' in pipeline:
         return (_SPACE, *_BREAKS), tuple(_BREAKS), ""
     if _METASPACE in pipeline:
         breaks = ("\n", "\t", "<0x0A>", "<0x09>")
         return (_METASPACE, *breaks), breaks, ""
     raise UserError(
-        f"tokenizer {directory}: it does not mark where words begin (as WordPiece's ##, byte-level BPE's Ġ or "
+        f"tokenizer {directory}: it does not mark where words begin (as WordPiece's ##, byte-level "
+        "BPE's Ġ or "
         "SentencePiece's ▁ do), which the masked objective needs; use another tokenizer"
     )
 
 
 def find_tokenizer(name: str | None, prefix: str) -> Path | None:
-    """Return the directory of the tokenizer `name` (a directory, or on the hub), else `tokenizer/` next to `prefix`.
+    """Return the directory of the tokenizer `name` (a directory, or on the hub), else `tokenizer/`
+    next to `prefix`.
 
     UserError: there is no tokenizer `name`.
     """
@@ -246,7 +320,8 @@ def find_tokenizer(name: str | None, prefix: str) -> Path | None:
         directory = resolve(name, "zero_tp.tokenizer", weights=False)
         if not directory.is_dir():
             raise UserError(
-                f"zero_tp.tokenizer: no directory {name}; copy the tokenizer that the corpus was prepared with to it"
+                f"zero_tp.tokenizer: no directory {name}; copy the tokenizer that the corpus was "
+                "prepared with to it"
             )
         return directory
     default = Path(prefix).parent / "tokenizer"
@@ -258,7 +333,9 @@ def files_sha256(directory: Path) -> str:
     digest = hashlib.sha256()
     for name in TOKENIZER_FILES:
         if is_regular(directory / name):
-            digest.update(f"{name} {hashlib.sha256(read_regular(directory / name)).hexdigest()}\n".encode())
+            digest.update(
+                f"{name} {hashlib.sha256(read_regular(directory / name)).hexdigest()}\n".encode()
+            )
     return digest.hexdigest()
 
 
@@ -270,23 +347,29 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Return those of `bos_token_id`, `eos_token_id` and `pad_token_id` that a tokenizer has."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None}
+    return {
+        name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name) is not None
+    }
 
 
 def check_same_tokens(data: Path, model: Path) -> None:
-    """Check that each token id is the same token for a model's weights and for the corpus. UserError: one is not.
+    """Check that each token id is the same token for a model's weights and for the corpus.
+    UserError: one is not.
 
-    Either may have ids that the other lacks, such as added tokens. A directory without a tokenizer is not compared.
+    Either may have ids that the other lacks, such as added tokens. A directory without a tokenizer
+    is not compared.
 
     Args:
         data: directory of the corpus' tokenizer.
         model: the Hugging Face directory of the weights.
     """
-    ours, theirs = _tokens(data), _tokens(model)
+    ours = _tokens(data)
+    theirs = _tokens(model)
     for token in sorted(ours.keys() & theirs.keys()):
         if ours[token] != theirs[token]:
             raise UserError(
-                f"zero_tp.model.from_pretrained: token {token} is {theirs[token]!r} in {model}, but {ours[token]!r} in "
+                f"zero_tp.model.from_pretrained: token {token} is {theirs[token]!r} in {model}, "
+                f"but {ours[token]!r} in "
                 f"{data}, the corpus's tokenizer; prepare the corpus with --tokenizer {model}"
             )
 

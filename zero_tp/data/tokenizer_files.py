@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 from zero_tp.base.errors import UserError, first_line
 from zero_tp.base.strict_json import read_json
 from zero_tp.base.weight_files import ID_FILES, TOKENIZER_FILES, is_regular
-from zero_tp.data.tokenizer_fingerprint import PROBES, TokenizerFingerprint, describe_difference, probe_ids
+from zero_tp.data.tokenizer_fingerprint import (
+    PROBES,
+    TokenizerFingerprint,
+    describe_difference,
+    probe_ids,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,18 +27,23 @@ GENERIC_CLASS = "PreTrainedTokenizerFast"
 """The class that reads tokenizer.json as it is, by the name that transformers 4 and 5 know."""
 _FORMS: tuple[dict[str, Any], ...] = (
     {"tokenizer_class": GENERIC_CLASS},
-    # For some model types (qwen2) transformers 5 uses its own class whatever the settings name, and that class builds
-    # its own normalizer and pre-tokenizer. With this setting it reads tokenizer.json. There is no code to trust:
-    # neither the settings nor the config of the directory names any.
+    # For some model types (qwen2) transformers 5 uses its own class whatever the settings name, and
+    # that class builds its own normalizer and pre-tokenizer. With this setting it reads
+    # tokenizer.json. There is no code to trust: neither the settings nor the config of the
+    # directory names any.
     {"tokenizer_class": GENERIC_CLASS, "trust_remote_code": True},
 )
-"""Settings by which transformers may open a tokenizer as it was, in the order in which they are tried."""
+"""Settings by which transformers may open a tokenizer as it was, in the order in which they are
+tried.
+"""
 _DROPPED = ("auto_map", "is_local", "local_files_only")
 """Settings that name code, or say how this process opened the tokenizer."""
 
 
 def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Open the tokenizer of a Hugging Face directory, without running code from it. UserError: it can't be read."""
+    """Open the tokenizer of a Hugging Face directory, without running code from it. UserError:
+    it can't be read.
+    """
     for name in TOKENIZER_FILES:
         is_regular(directory / name)  # raises for a pipe, on which reading would wait
     try:
@@ -45,20 +55,28 @@ def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             tokenizer.decode(tokenizer.encode("a"))  # checks settings that from_pretrained does not
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # transformers raises anything from KeyError to its own types, and tokenizers panics
+    # transformers raises anything from KeyError to its own types, and tokenizers panics
+    except BaseException as error:
         raise UserError(f"{directory}: its tokenizer can't be read: {first_line(error)}") from error
     if (largest := max(tokenizer.get_vocab().values(), default=0)) > MAX_ID:
-        raise UserError(f"{directory}: the tokenizer's id {largest:,} is too large; ids go up to {MAX_ID:,}")
+        raise UserError(
+            f"{directory}: the tokenizer's id {largest:,} is too large; ids go up to {MAX_ID:,}"
+        )
     return tokenizer
 
 
 def _opener(directory: Path) -> Any:
-    """Return AutoTokenizer, or the class that it would choose: AutoTokenizer imports torch, which takes a second."""
+    """Return AutoTokenizer, or the class that it would choose: AutoTokenizer imports torch,
+    which takes a second.
+    """
     from transformers import PreTrainedTokenizerFast
 
     if is_regular(directory / SETTINGS) and not (directory / "config.json").exists():
         config = read_json(directory / SETTINGS)
-        if config.get("tokenizer_class") == PreTrainedTokenizerFast.__name__ and "auto_map" not in config:
+        if (
+            config.get("tokenizer_class") == PreTrainedTokenizerFast.__name__
+            and "auto_map" not in config
+        ):
             return PreTrainedTokenizerFast
     from transformers import AutoTokenizer
 
@@ -66,7 +84,9 @@ def _opener(directory: Path) -> Any:
 
 
 def copy_tokenizer(source: Path, directory: Path, positions: int | None) -> None:
-    """Copy a tokenizer's files and no others; set its `model_max_length` to the model's positions."""
+    """Copy a tokenizer's files and no others; set its `model_max_length` to the model's
+    positions.
+    """
     for name in TOKENIZER_FILES:
         if is_regular(source / name):
             shutil.copyfile(source / name, directory / name)
@@ -77,8 +97,8 @@ def copy_tokenizer(source: Path, directory: Path, positions: int | None) -> None
 def match_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> str:
     """Make transformers open the tokenizer files of `directory` with the ids of `tokenizer`.
 
-    Files that already do stay. Otherwise they are written again, with settings that make transformers read
-    tokenizer.json as it is. If none do, the tokenizer files are removed.
+    Files that already do stay. Otherwise they are written again, with settings that make
+    transformers read tokenizer.json as it is. If none do, the tokenizer files are removed.
 
     Returns:
         The difference that remains, or "".
@@ -91,24 +111,36 @@ def match_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> str:
     for form in _FORMS if tokenizer.is_fast else ():
         _remove(directory)
         tokenizer.save_pretrained(str(directory))
-        settings = {name: value for name, value in read_json(directory / SETTINGS).items() if name not in _DROPPED}
+        settings = {
+            name: value
+            for name, value in read_json(directory / SETTINGS).items()
+            if name not in _DROPPED
+        }
         settings |= {name: value for name, value in old.items() if name == "model_max_length"}
         # A special token that is not set must be written as null: a class would add its own.
-        _write_settings(directory, dict.fromkeys(tokenizer.SPECIAL_TOKENS_ATTRIBUTES) | settings | form)
+        _write_settings(
+            directory, dict.fromkeys(tokenizer.SPECIAL_TOKENS_ATTRIBUTES) | settings | form
+        )
         if not _difference(directory, tokenizer, fingerprint):
             return ""
     _remove(directory)
     return problem
 
 
-def _difference(directory: Path, tokenizer: PreTrainedTokenizerBase, fingerprint: TokenizerFingerprint) -> str:
-    """Describe how transformers opens a directory's tokenizer otherwise than `tokenizer`; "" if it does not."""
+def _difference(
+    directory: Path, tokenizer: PreTrainedTokenizerBase, fingerprint: TokenizerFingerprint
+) -> str:
+    """Describe how transformers opens a directory's tokenizer otherwise than `tokenizer`; "" if
+    it does not.
+    """
     try:
         opened = open_tokenizer(directory)
     except UserError as error:
         return f"transformers can't open it ({error})"
     there = f"as transformers opens it ({type(opened).__name__})"
-    if problem := fingerprint.difference(TokenizerFingerprint.of(opened, fingerprint.probes), "here", there):
+    if problem := fingerprint.difference(
+        TokenizerFingerprint.of(opened, fingerprint.probes), "here", there
+    ):
         return problem
     for text in PROBES:
         before, after = (probe_ids(one, text, around=True) for one in (tokenizer, opened))
@@ -126,7 +158,9 @@ def _read_settings(directory: Path) -> dict[str, Any]:
 
 
 def _write_settings(directory: Path, settings: dict[str, Any]) -> None:
-    (directory / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (directory / SETTINGS).write_text(
+        json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 def _remove(directory: Path) -> None:

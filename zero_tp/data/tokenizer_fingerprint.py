@@ -1,6 +1,7 @@
 """The identity of a tokenizer: what decides its ids, and the ids of some texts.
 
-Corpora, checkpoints and exports record it. Wherever two of them meet, it shows that the same text has the same ids.
+Corpora, checkpoints and exports record it. Wherever two of them meet, it shows that the same text
+has the same ids.
 """
 
 from __future__ import annotations
@@ -39,15 +40,18 @@ PROBES = (
 """Texts that tokenizers of different makes split differently."""
 _ADDED_PROBES = 2  # of the first added tokens, and as many of the last
 _NOT_ENCODABLE = "not encodable"
-_SHOWN_TEXTS, _SHOWN_IDS = 2, 6
+_SHOWN_TEXTS = 2
+_SHOWN_IDS = 6
 
 
 class TokenizerFingerprint(ConfigModel):
-    """What decides a tokenizer's ids. Chat template, padding, truncation and tokens around a text are not part of it.
+    """What decides a tokenizer's ids. Chat template, padding, truncation and tokens around a text
+    are not part of it.
 
     Attributes:
         parts: the SHA-256 of normalizer, pre-tokenizer, model, vocabulary and added tokens.
-        probes: text → its ids, joined by spaces. They describe a difference if the other tokenizer is gone.
+        probes: text → its ids, joined by spaces. They describe a difference if the other tokenizer
+            is gone.
         versions: of the libraries that serialised the parts.
     """
 
@@ -56,15 +60,21 @@ class TokenizerFingerprint(ConfigModel):
     versions: dict[str, str]
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str] = ()) -> TokenizerFingerprint:
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str] = ()
+    ) -> TokenizerFingerprint:
         """Return the fingerprint of a tokenizer.
 
         Args:
-            texts: further texts for `probes`, such as those of a fingerprint that this one is compared with.
+            texts: further texts for `probes`, such as those of a fingerprint that this one is
+                compared with.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:  # a tokenizer in Python has no serialised form
-            parts: dict[str, Any] = {"model": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
+            parts: dict[str, Any] = {
+                "model": type(tokenizer).__name__,
+                "vocabulary": tokenizer.get_vocab(),
+            }
             added = list(tokenizer.added_tokens_encoder)
         else:
             parts = _parts_of(json.loads(backend.to_str()))
@@ -78,15 +88,21 @@ class TokenizerFingerprint(ConfigModel):
         )
 
     def difference(self, other: TokenizerFingerprint, here: str, there: str) -> str:
-        """Describe with up to two texts how another tokenizer differs; return "" if it gives the same ids.
+        """Describe with up to two texts how another tokenizer differs; return "" if it gives the
+        same ids.
 
-        Other versions of the libraries may serialise an equal tokenizer differently. Then the vocabulary and the ids of
-        all probes decide. A probe with an added token that only one of the two has is a difference, too.
+        Other versions of the libraries may serialise an equal tokenizer differently. Then the
+        vocabulary and the ids of all probes decide. A probe with an added token that only one of
+        the two has is a difference, too.
 
         Args:
             here, there: phrases for this tokenizer and the other one.
         """
-        names = [name for name in self.parts | other.parts if self.parts.get(name) != other.parts.get(name)]
+        names = [
+            name
+            for name in self.parts | other.parts
+            if self.parts.get(name) != other.parts.get(name)
+        ]
         if not names:
             return ""
         common = [text for text in self.probes if text in other.probes]
@@ -99,9 +115,14 @@ class TokenizerFingerprint(ConfigModel):
         same_added_tokens = "added_tokens" not in names or self.probes.keys() == other.probes.keys()
         if self.versions != other.versions and "vocabulary" not in names and same_added_tokens:
             return ""
-        return f"its {' and '.join(names)} differ, though {len(common)} example texts have the same ids"
+        return (
+            f"its {' and '.join(names)} differ, though {len(common)} example texts have the same "
+            "ids"
+        )
 
-    def require_same(self, other: TokenizerFingerprint, name: str, other_name: str, remedy: str) -> None:
+    def require_same(
+        self, other: TokenizerFingerprint, name: str, other_name: str, remedy: str
+    ) -> None:
         """Check that another tokenizer gives the same ids. UserError: it does not, with two texts.
 
         Args:
@@ -130,15 +151,22 @@ def read_fingerprint(weights: Path) -> TokenizerFingerprint | None:
     if recorded is None:
         return None
     try:
-        return validate(TokenizerFingerprint, parse_object(recorded.encode()), f"{weights}: {FINGERPRINT}")
+        return validate(
+            TokenizerFingerprint, parse_object(recorded.encode()), f"{weights}: {FINGERPRINT}"
+        )
     except InvalidJson as error:
-        raise UserError(f"{weights}: {FINGERPRINT} in its metadata is {error}; export the model again") from error
+        raise UserError(
+            f"{weights}: {FINGERPRINT} in its metadata is {error}; export the model again"
+        ) from error
 
 
 def _parts_of(serialized: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts of a serialised tokenizer that decide ids, without defaults and in one form."""
+    """Return the parts of a serialised tokenizer that decide ids, without defaults and in one
+    form.
+    """
     model = dict(serialized["model"])
-    vocabulary, merges = model.pop("vocab", None), model.pop("merges", None)
+    vocabulary = model.pop("vocab", None)
+    merges = model.pop("merges", None)
     # Older versions of tokenizers write a merge as one string.
     pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges or ()]
     return {
@@ -147,7 +175,8 @@ def _parts_of(serialized: dict[str, Any]) -> dict[str, Any]:
         "model": [_without_defaults(model), pairs],
         "vocabulary": vocabulary,
         "added_tokens": [
-            _without_defaults(token) for token in sorted(serialized["added_tokens"], key=lambda token: token["id"])
+            _without_defaults(token)
+            for token in sorted(serialized["added_tokens"], key=lambda token: token["id"])
         ],
     }
 
@@ -159,7 +188,11 @@ def _without_defaults(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     items = ((key, _without_defaults(item)) for key, item in value.items())
-    return {key: item for key, item in items if item is not None and item is not False and item not in ("", [], {})}
+    return {
+        key: item
+        for key, item in items
+        if item is not None and item is not False and item not in ("", [], {})
+    }
 
 
 def _sha256(value: Any) -> str:
@@ -174,7 +207,9 @@ def probe_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, around: bool = F
     """
     try:
         return " ".join(map(str, tokenizer.encode(text, add_special_tokens=around, verbose=False)))
-    except Exception:  # tokenizers raises no other type, if a character has no token and there is no unknown token
+    except (
+        Exception
+    ):  # tokenizers raises no other type, if a character has no token and there is no unknown token
         return _NOT_ENCODABLE
 
 

@@ -1,4 +1,5 @@
-"""Build a model in DeepSpeed's engine, in the one order that works, and run its steps and evaluations.
+"""Build a model in DeepSpeed's engine, in the one order that works, and run its steps and
+evaluations.
 
 engine/zero/stages.py has the differences between the ZeRO stages.
 """
@@ -41,16 +42,17 @@ from zero_tp.parallel.topology import Topology
 class TrainingEngine:
     """A model in DeepSpeed's engine on a topology, and its training steps.
 
-    It is built in the one order that works: the model (directly in its dtype; inside `zero.Init` for ZeRO-3; with its
-    gradient hooks) → layouts audited → recompute policy → compile → `deepspeed.initialize(mpu=topology)` → replicas
-    compared. Collective over all ranks.
+    It is built in the one order that works: the model (directly in its dtype; inside `zero.Init`
+    for ZeRO-3; with its gradient hooks) → layouts audited → recompute policy → compile →
+    `deepspeed.initialize(mpu=topology)` → replicas compared. Collective over all ranks.
 
     Args:
         config: the model's Hugging Face config.
         settings: checked, from `RunConfig.load`; `from_dict` takes a dict.
         seed: of weights and dropout.
         source: of the initial weights instead of the seed.
-        model: the model's class, by default that of its objective; `ZeroTPForCausalLM` can also generate.
+        model: the model's class, by default that of its objective; `ZeroTPForCausalLM` can also
+            generate.
         recompute: which layers backward recomputes; by default none.
         spike: bounds on loss and gradient norm; by default none.
         compiled: run training's elementwise work in kernels that torch compiles; "auto": on CUDA.
@@ -60,7 +62,8 @@ class TrainingEngine:
         zero: the engine of the ZeRO stage. deepspeed_engine: DeepSpeed's, built by `zero`.
         activations: the activations that backward keeps or recomputes.
         compiled: whether training's elementwise work runs in compiled kernels.
-        skipped: whether the last step updated nothing, because its gradients were not finite on some rank.
+        skipped: whether the last step updated nothing, because its gradients were not finite on
+            some rank.
         on_phase: called with the phase that this rank enters: "forward", "backward" or "update".
 
     Raises:
@@ -81,19 +84,25 @@ class TrainingEngine:
         spike: Spike | None = None,
         compiled: bool | Literal["auto"] = False,
     ):
-        self.topology, self.device = topology, torch.device(device)
+        self.topology = topology
+        self.device = torch.device(device)
         disable_shared_memory_collectives()  # a script may not have called `connect_deepspeed`
         report_build_locks()
         if isinstance(settings, Mapping):
-            raise UserError("TrainingEngine takes checked settings; for a dict use TrainingEngine.from_dict")
+            raise UserError(
+                "TrainingEngine takes checked settings; for a dict use TrainingEngine.from_dict"
+            )
         check_nvme(settings.zero_optimization.nvme_paths)
         self.zero = zero_engine(settings, topology)
         self.dtype: torch.dtype = getattr(torch, DTYPES[settings.dtype])
-        # DeepSpeed broadcasts the first DP rank's weights: zero.Init as each is built, or `initialize` all of them.
+        # DeepSpeed broadcasts the first DP rank's weights: zero.Init as each is built, or
+        # `initialize` all of them.
         source = source or ShardedSeededInit(seed, topology.data_group)
         with self.zero.construction():
             model = model or default_model_class(architecture_of(config).spec(config))
-            self.model = model(config, topology, seed=seed, source=source, dtype=self.dtype, device=self.device)
+            self.model = model(
+                config, topology, seed=seed, source=source, dtype=self.dtype, device=self.device
+            )
         audit(self.model, topology, local_shape)
         policy = recompute or RecomputePolicy(mode="none")
         checkpointing = settings.activation_checkpointing
@@ -144,7 +153,8 @@ class TrainingEngine:
 
     @property
     def gradient_norm(self) -> float:
-        """Return the norm of the last step's gradients before clipping; nan when they were not finite.
+        """Return the norm of the last step's gradients before clipping; nan when they were not
+        finite.
 
         The host waits for the device.
         """
@@ -157,7 +167,9 @@ class TrainingEngine:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Return the last step's other losses and accuracies, equal on all ranks. The host waits for the device."""
+        """Return the last step's other losses and accuracies, equal on all ranks. The host waits
+        for the device.
+        """
         return dict(zip(self.model.metric_names, self._figures.tolist(), strict=True))
 
     @property
@@ -172,7 +184,9 @@ class TrainingEngine:
 
     @property
     def skipped_steps(self) -> int:
-        """Return how many steps of the run updated nothing: their gradients were not finite, or they were spikes."""
+        """Return how many steps of the run updated nothing: their gradients were not finite, or
+        they were spikes.
+        """
         return int(self.deepspeed_engine.skipped_steps)
 
     def train_step(
@@ -182,7 +196,9 @@ class TrainingEngine:
         guarded: int | None = None,
         guard_gradients: bool = False,
     ) -> float:
-        """Run a step as `run_step` does, wait for its loss and return it; 0 when every label is ignored."""
+        """Run a step as `run_step` does, wait for its loss and return it; 0 when every label is
+        ignored.
+        """
         self.run_step(micro_batches, guarded=guarded, guard_gradients=guard_gradients)
         return self.loss
 
@@ -195,22 +211,26 @@ class TrainingEngine:
     ) -> None:
         """Run forward, backward and one optimizer step.
 
-        Reading `loss`, `gradient_norm` or `figures` synchronises with the device. The step itself synchronises where
-        DeepSpeed does. Before the update it asks whether the gradients are finite. It waits for gradients that are
-        reduced during backward or copied to the host, and under ZeRO-3 for gathers and reductions. With
-        `timers.throughput` it waits at each micro-batch. Bounds on spikes wait for the two numbers they judge.
+        Reading `loss`, `gradient_norm` or `figures` synchronises with the device. The step itself
+        synchronises where DeepSpeed does. Before the update it asks whether the gradients are
+        finite. It waits for gradients that are reduced during backward or copied to the host, and
+        under ZeRO-3 for gathers and reductions. With `timers.throughput` it waits at each
+        micro-batch. Bounds on spikes wait for the two numbers they judge.
 
-        It minimises the mean loss over all labels of the global batch that are not ignored, however they are spread
-        over micro-batches and ranks. For masked rows that is the loss of the masked tokens, plus the rows' mean loss of
-        sentence order. Without a label the loss is 0. All-reduces over DP: the numbers of labels, the loss,
-        and the model's figures, such as accuracies, if it has any.
+        It minimises the mean loss over all labels of the global batch that are not ignored, however
+        they are spread over micro-batches and ranks. For masked rows that is the loss of the masked
+        tokens, plus the rows' mean loss of sentence order. Without a label the loss is 0.
+        All-reduces over DP: the numbers of labels, the loss, and the model's figures, such as
+        accuracies, if it has any.
 
         Args:
-            micro_batches: one batch, or (input ids [b, s], shifted labels [b, s]), for each accumulation step.
-            guarded: number of a guarded step, else None. It runs `guards.check_expert_choices` in its first micro-batch
-                and `guards.check_duplicates` before its update.
-            guard_gradients: a guarded step also runs its first micro-batch twice. On CUDA a script without
-                `connect_deepspeed` calls `zero_tp.run.process.connect.use_deterministic_cublas` first.
+            micro_batches: one batch, or (input ids [b, s], shifted labels [b, s]), for each
+                accumulation step.
+            guarded: number of a guarded step, else None. It runs `guards.check_expert_choices` in
+                its first micro-batch and `guards.check_duplicates` before its update.
+            guard_gradients: a guarded step also runs its first micro-batch twice. On CUDA a script
+                without `connect_deepspeed` calls
+                `zero_tp.run.process.connect.use_deterministic_cublas` first.
 
         Raises:
             UserError: batches of the other objective; another number of micro-batches than
@@ -220,7 +240,8 @@ class TrainingEngine:
         accumulation = self.deepspeed_engine.gradient_accumulation_steps()
         if len(batches) != accumulation:
             raise UserError(
-                f"a step was given {len(batches)} micro-batches, and gradient_accumulation_steps is {accumulation}: "
+                f"a step was given {len(batches)} micro-batches, and gradient_accumulation_steps "
+                f"is {accumulation}: "
                 "DeepSpeed would update in the middle of a global batch; give as many"
             )
         divisors = self._mean_label_counts(batches)
@@ -233,23 +254,31 @@ class TrainingEngine:
         self._update()
 
     def _as_batches(self, batches: Sequence[AnyBatch | tuple[Tensor, Tensor]]) -> list[AnyBatch]:
-        """Return batches of the model's objective; a causal model's labels are shifted already, an encoder's never."""
+        """Return batches of the model's objective; a causal model's labels are shifted already,
+        an encoder's never.
+        """
         converted = [as_batch(batch) for batch in batches]
         for batch in converted:
             if self.model.causal and not isinstance(batch, Batch):
                 raise UserError(
-                    "a causal model was given a mapping, of whose labels the first would count as a target; give "
+                    "a causal model was given a mapping, of whose labels the first would count as "
+                    "a target; give "
                     "(input ids, labels) or a Batch, where labels hold the token after each input"
                 )
             if not self.model.causal and isinstance(batch, Batch):
                 raise UserError(
-                    "an encoder was given a pair, whose labels are the next tokens; give a mapping of input_ids, "
+                    "an encoder was given a pair, whose labels are the next tokens; give a mapping "
+                    "of input_ids, "
                     "labels and the other arguments of its forward"
                 )
         return converted
 
-    def _accumulate(self, batches: Sequence[AnyBatch], divisors: Mapping[str, Tensor], guarded: int | None) -> None:
-        """Run the forward and backward of all micro-batches; set the step's loss and figures, means over DP."""
+    def _accumulate(
+        self, batches: Sequence[AnyBatch], divisors: Mapping[str, Tensor], guarded: int | None
+    ) -> None:
+        """Run the forward and backward of all micro-batches; set the step's loss and figures,
+        means over DP.
+        """
         self.deepspeed_engine.train()
         names = self.model.metric_names
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -257,7 +286,11 @@ class TrainingEngine:
         for index, batch in enumerate(batches):
             self.activations.begin_micro_batch(index)
             guarding = guarded is not None and index == 0
-            with guards.check_expert_choices(self.model, self.topology, guarded or 0) if guarding else nullcontext():
+            with (
+                guards.check_expert_choices(self.model, self.topology, guarded or 0)
+                if guarding
+                else nullcontext()
+            ):
                 output = self._forward(self.deepspeed_engine, batch, **divisors)
             self._backward(output.loss)
             total += output.loss.detach()
@@ -278,23 +311,30 @@ class TrainingEngine:
         self.zero.backward(loss)
 
     def _update(self) -> None:
-        """Compute the norm, veto a spike, clip, and update the weights; `ZeroEngine.step` says who does what."""
+        """Compute the norm, veto a spike, clip, and update the weights; `ZeroEngine.step` says
+        who does what.
+        """
         self.zero.step(self._loss)
         self._norm, self.skipped = self.zero.norm_and_skipped()
 
     def _mean(self, total: Tensor, micro_batches: int) -> Tensor:
         """Return the mean over micro-batches and replicas. All-reduce over DP."""
-        group, replicas = self.topology.data_group, self.topology.data
+        group = self.topology.data_group
+        replicas = self.topology.data
         return all_reduce(total / micro_batches, group) / replicas
 
     def _enter(self, phase: str) -> None:
         if self.on_phase is not None:
             self.on_phase(phase)
 
-    def _check_reproducible(self, batch: AnyBatch, divisors: Mapping[str, Tensor], step: int) -> None:
+    def _check_reproducible(
+        self, batch: AnyBatch, divisors: Mapping[str, Tensor], step: int
+    ) -> None:
         """Run a micro-batch twice, outside DeepSpeed's engine, which would reduce its gradients."""
         self.model.train()
-        self.activations.begin_micro_batch(-1)  # keeps everything: recomputation needs a whole backward
+        self.activations.begin_micro_batch(
+            -1
+        )  # keeps everything: recomputation needs a whole backward
         scale = self.zero.loss_scale.value if self.zero.loss_scale is not None else 1.0
 
         def run() -> Tensor:
@@ -304,7 +344,8 @@ class TrainingEngine:
         guards.check_reproducible(run, self.model, self.model.streams, step)
 
     def _mean_label_counts(self, batches: Sequence[AnyBatch]) -> dict[str, Tensor]:
-        """Return the mean number of labels of a micro-batch [fp64, 0-d], by the name of the forward's argument.
+        """Return the mean number of labels of a micro-batch [fp64, 0-d], by the name of the
+        forward's argument.
 
         A forward divides its summed loss by it. DeepSpeed then takes the mean over micro-batches
         and DP ranks: together that is the mean over all labels. With 2 ranks of 2 micro-batches:
@@ -317,16 +358,21 @@ class TrainingEngine:
         """
         counts = torch.zeros(2, dtype=torch.int64, device=self.device)
         for batch in batches:
-            for kind, labels in enumerate((batch.labels, batch.arguments().get("next_sentence_label"))):
+            for kind, labels in enumerate(
+                (batch.labels, batch.arguments().get("next_sentence_label"))
+            ):
                 if labels is not None:
                     counts[kind] += (labels != IGNORE_INDEX).sum()
-        tokens, rows = all_reduce(counts, self.topology.data_group).double() / (len(batches) * self.topology.data)
+        tokens, rows = all_reduce(counts, self.topology.data_group).double() / (
+            len(batches) * self.topology.data
+        )
         divisors = {"num_items_in_batch": tokens}
         return divisors | ({"num_rows_in_batch": rows} if self.model.spec.sentence_head else {})
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[AnyBatch | tuple[Tensor, Tensor]]) -> dict[str, float]:
-        """Return the "loss" and the model's other figures, each a mean over the labels or rows of all DP ranks.
+        """Return the "loss" and the model's other figures, each a mean over the labels or rows of
+        all DP ranks.
 
         Args:
             batches: as `train_step` takes them; each rank has the same number of them.
@@ -335,23 +381,34 @@ class TrainingEngine:
             UserError: no label to score in any batch.
         """
         self.deepspeed_engine.eval()
-        sums, names = torch.zeros(2, 1, dtype=torch.float64, device=self.device), ["loss"]
+        sums = torch.zeros(2, 1, dtype=torch.float64, device=self.device)
+        names = ["loss"]
         for batch in self._as_batches(batches):
             output = self._forward(self.deepspeed_engine, batch, reduction="none")
             totals = self.model.metric_sums(output, batch.arguments())
-            names, pairs = list(totals), list(totals.values())
-            sums = sums + torch.stack([torch.stack([total, count.double()]) for total, count in pairs], 1)
+            names = list(totals)
+            pairs = list(totals.values())
+            sums = sums + torch.stack(
+                [torch.stack([total, count.double()]) for total, count in pairs], 1
+            )
         total, count = all_reduce(sums, self.topology.data_group).tolist()
         self.deepspeed_engine.train()
         if not all(count):
             raise UserError("validation data holds nothing to score")
-        means = {name: figure / number for name, figure, number in zip(names, total, count, strict=True)}
+        means = {
+            name: figure / number for name, figure, number in zip(names, total, count, strict=True)
+        }
         return {"loss": sum(mean for name, mean in means.items() if name.endswith("loss")), **means}
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Group the parameters for the optimizer: weight decay skips biases and norms, which have one dimension."""
+    """Group the parameters for the optimizer: weight decay skips biases and norms, which have
+    one dimension.
+    """
     flat = [parameter for parameter in model.parameters() if len(whole_shape(parameter)) < 2]
     matrices = [parameter for parameter in model.parameters() if len(whole_shape(parameter)) >= 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": flat, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": flat, "weight_decay": 0.0},
+    ]
     return [group for group in groups if group["params"]]

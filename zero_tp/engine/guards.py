@@ -1,6 +1,7 @@
 """Checks of a training step. If one of these faults goes unnoticed, the run trains another model.
 
-- Over TP: partial gradients are summed, replicated parameters are equal, and all ranks choose the same experts.
+- Over TP: partial gradients are summed, replicated parameters are equal, and all ranks choose the
+  same experts.
 - Over DP: what several ranks have (their duplicates) is equal bit for bit.
 - On each rank: a micro-batch that runs twice has the same gradients.
 """
@@ -29,10 +30,11 @@ from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.layout import Replicated, layout_of
 from zero_tp.parallel.topology import Topology, name_ranks
 
-# On an accelerator, kernels that add in no fixed order can round one rank's gradient differently from another's.
-# Between two checks replicas may drift apart by this share of the parameter's largest element: about one last bit of a
-# 16-bit weight; in fp32, a thousand steps that each round differently by 1e-7. If a gradient is not summed, replicas of
-# a norm drift by a multiple of the learning rate in each step, and exceed this share in a few steps.
+# On an accelerator, kernels that add in no fixed order can round one rank's gradient differently
+# from another's. Between two checks replicas may drift apart by this share of the parameter's
+# largest element: about one last bit of a 16-bit weight; in fp32, a thousand steps that each round
+# differently by 1e-7. If a gradient is not summed, replicas of a norm drift by a multiple of the
+# learning rate in each step, and exceed this share in a few steps.
 ACCELERATOR_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 
 
@@ -46,7 +48,8 @@ def check_hooks(model: ParallelModel) -> None:
     for name, gradient_sum in sums.items():
         if gradient_sum.fired == 0 and model.get_parameter(name).requires_grad:
             raise RuntimeError(
-                f"the gradient of {name} was not summed over tensor parallel ranks: its hook did not fire"
+                f"the gradient of {name} was not summed over tensor parallel ranks: its hook did "
+                "not fire"
             )
     for gradient_sum in sums.values():  # a layer's parameters may share one
         gradient_sum.fired = 0
@@ -54,10 +57,12 @@ def check_hooks(model: ParallelModel) -> None:
 
 @torch.no_grad()
 def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
-    """Check that replicated parameters are equal over TP: bit for bit on the CPU, else within ACCELERATOR_TOLERANCE.
+    """Check that replicated parameters are equal over TP: bit for bit on the CPU, else within
+    ACCELERATOR_TOLERANCE.
 
-    One all-reduce a parameter; one synchronisation with the device. Under ZeRO-3 each DP rank compares its own
-    partition, which covers the same elements on all TP ranks; partitions on NVMe are not compared.
+    One all-reduce a parameter; one synchronisation with the device. Under ZeRO-3 each DP rank
+    compares its own partition, which covers the same elements on all TP ranks; partitions on NVMe
+    are not compared.
 
     Raises:
         UserError: on every rank of a TP group that differs, naming the first such parameter.
@@ -81,8 +86,10 @@ def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
         if not difference <= allowed:  # nan is not
             when = f"after step {step}" if step else "at the start"
             raise UserError(
-                f"{when} parameter {name} differs between tensor parallel ranks by {difference:.3g} (allowed: "
-                f"{allowed:.3g}): the replicas have drifted apart and are no longer one model; resume from an earlier "
+                f"{when} parameter {name} differs between tensor parallel ranks by "
+                f"{difference:.3g} (allowed: "
+                f"{allowed:.3g}): the replicas have drifted apart and are no longer one model; "
+                "resume from an earlier "
                 "checkpoint, and report this"
             )
 
@@ -111,7 +118,9 @@ def check_expert_choices(model: nn.Module, topology: Topology, step: int) -> Ite
     def record(name: str, _: Any, __: Any, output: tuple[Tensor, Tensor]) -> None:
         digests[name] = checksum({"choices": output[1]})
 
-    hooks = [module.register_forward_hook(partial(record, name)) for name, module in routers.items()]
+    hooks = [
+        module.register_forward_hook(partial(record, name)) for name, module in routers.items()
+    ]
     try:
         yield
     finally:
@@ -121,7 +130,8 @@ def check_expert_choices(model: nn.Module, topology: Topology, step: int) -> Ite
     for name, differs in zip(digests, differing.tolist(), strict=True):
         if differs:
             raise UserError(
-                f"in step {step} {name} chose other experts on one tensor parallel rank than on another: it combined "
+                f"in step {step} {name} chose other experts on one tensor parallel rank than on "
+                "another: it combined "
                 "shards of different experts; resume from an earlier checkpoint, and report this"
             )
 
@@ -130,12 +140,13 @@ def check_expert_choices(model: nn.Module, topology: Topology, step: int) -> Ite
 def check_duplicates(zero: ZeroEngine, step: int) -> None:
     """Check, just before the update of `step`, that duplicates on DP ranks are equal bit for bit.
 
-    Duplicates are the weights under ZeRO-0, -1 and -2 (which each update replaces), masters and states too under
-    ZeRO-0, and the weights that stay gathered under ZeRO-3. One all-gather over the world of 8 bytes a tensor.
+    Duplicates are the weights under ZeRO-0, -1 and -2 (which each update replaces), masters and
+    states too under ZeRO-0, and the weights that stay gathered under ZeRO-3. One all-gather over
+    the world of 8 bytes a tensor.
 
     Raises:
-        UserError: on every rank of the job. It names a tensor and the ranks that differ from the majority of their DP
-            group; without a majority, the whole group.
+        UserError: on every rank of the job. It names a tensor and the ranks that differ from the
+            majority of their DP group; without a majority, the whole group.
     """
     topology = zero.topology
     if topology.data == 1:
@@ -153,12 +164,15 @@ def check_duplicates(zero: ZeroEngine, step: int) -> None:
                 if len(deviating) == len(members):
                     differs = f"differs between data-parallel {ranks}"
                 raise UserError(
-                    f"before the update of step {step} parameter {name} {differs}: memory or a message was corrupted; "
+                    f"before the update of step {step} parameter {name} {differs}: memory or a "
+                    "message was corrupted; "
                     "resume from an earlier checkpoint, and check the hardware of these ranks"
                 )
 
 
-def check_reproducible(run: Callable[[], Tensor], model: nn.Module, streams: Any, step: int) -> None:
+def check_reproducible(
+    run: Callable[[], Tensor], model: nn.Module, streams: Any, step: int
+) -> None:
     """Run a micro-batch twice and check that its local gradients are equal bit for bit.
 
     Neither run changes gradients, weights or random streams.
@@ -167,16 +181,24 @@ def check_reproducible(run: Callable[[], Tensor], model: nn.Module, streams: Any
         run: computes the micro-batch's loss, with a graph.
 
     Raises:
-        UserError: on every rank of the job, naming the ranks whose gradients differ, and the first parameter.
+        UserError: on every rank of the job, naming the ranks whose gradients differ, and the first
+            parameter.
     """
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    before, digests = streams.state_dict(), []
+    named = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
+    before = streams.state_dict()
+    digests = []
     try:
         with deterministic_algorithms():
             for _ in range(2):
                 streams.load_state_dict(before)
-                gradients = torch.autograd.grad(run(), [parameter for _, parameter in named], allow_unused=True)
-                digests.append([0 if gradient is None else digest(gradient) for gradient in gradients])
+                gradients = torch.autograd.grad(
+                    run(), [parameter for _, parameter in named], allow_unused=True
+                )
+                digests.append(
+                    [0 if gradient is None else digest(gradient) for gradient in gradients]
+                )
     finally:
         streams.load_state_dict(before)
     pairs = enumerate(zip(*digests, strict=True))
@@ -186,8 +208,10 @@ def check_reproducible(run: Callable[[], Tensor], model: nn.Module, streams: Any
     if deviating:
         name = named[first_by_rank[deviating[0]]][0]
         raise UserError(
-            f"before step {step} the gradient of {name}, and perhaps others, differs between two runs of one "
-            f"micro-batch on {name_ranks(deviating)}: faulty hardware, or a kernel that adds in no fixed order; "
+            f"before step {step} the gradient of {name}, and perhaps others, differs between two "
+            "runs of one "
+            f"micro-batch on {name_ranks(deviating)}: faulty hardware, or a kernel that adds in no "
+            "fixed order; "
             "resume on other hardware, or set zero_tp.training.guard_gradients to false"
         )
 
@@ -196,14 +220,19 @@ def check_reproducible(run: Callable[[], Tensor], model: nn.Module, streams: Any
 def deterministic_algorithms() -> Iterator[None]:
     """Allow only kernels that add in a fixed order; any other raises a RuntimeError.
 
-    `warn_only=True` would not suffice: flash and memory-efficient attention ignore it in backward. cuDNN's backward has
-    no fixed order at all (`attention_backward.cu`, `sdp_utils.cpp`). CUDA needs
-    `process.connect.use_deterministic_cublas`.
+    `warn_only=True` would not suffice: flash and memory-efficient attention ignore it in backward.
+    cuDNN's backward has no fixed order at all (`attention_backward.cu`, `sdp_utils.cpp`). CUDA
+    needs `process.connect.use_deterministic_cublas`.
     """
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(True)
     try:
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        with sdpa_kernel(
+            [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        ):
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -216,8 +245,12 @@ def digest(tensor: Tensor) -> int:
 
 def _all_gather_numbers(numbers: Sequence[int], model: nn.Module) -> list[list[int]]:
     """Return the values of each number on all ranks of the job, in the order of ranks."""
-    own = torch.tensor(numbers, dtype=torch.int64, device=next(model.parameters()).device).unsqueeze(0)
-    values: list[list[int]] = all_gather(own, dist.group.WORLD if dist.is_initialized() else None).T.tolist()
+    own = torch.tensor(
+        numbers, dtype=torch.int64, device=next(model.parameters()).device
+    ).unsqueeze(0)
+    values: list[list[int]] = all_gather(
+        own, dist.group.WORLD if dist.is_initialized() else None
+    ).T.tolist()
     return values
 
 
@@ -226,4 +259,6 @@ def _deviating_ranks(digests: dict[int, int]) -> list[int]:
     if len(set(digests.values())) == 1:
         return []
     usual, count = Counter(digests.values()).most_common(1)[0]
-    return [rank for rank, number in digests.items() if 2 * count <= len(digests) or number != usual]
+    return [
+        rank for rank, number in digests.items() if 2 * count <= len(digests) or number != usual
+    ]

@@ -36,19 +36,25 @@ def repeat_kv_heads(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Ten
 class AttentionCore(nn.Module):
     """softmax(QKᵀ/√d)V with dropout on the softmax.
 
-    Q [b, a/t, s, d]; K and V with as many heads, or a divisor of them → [b, a/t, s, d]. Dropout draws from the per-rank
-    stream, because heads differ over TP.
+    Q [b, a/t, s, d]; K and V with as many heads, or a divisor of them → [b, a/t, s, d]. Dropout
+    draws from the per-rank stream, because heads differ over TP.
     """
 
     def __init__(self, spec: TransformerSpec, streams: RandomStreams):
         super().__init__()
-        self.p, self.streams, self.causal = spec.dropouts.attention, streams, spec.causal
+        self.p = spec.dropouts.attention
+        self.streams = streams
+        self.causal = spec.causal
 
     @classmethod
-    def build_mask(cls, mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | VarlenMask | None:
-        """Return the additive mask of the scores, [b or 1, 1, s or 1, keys]: 0, or `hidden_score` for hidden keys.
+    def build_mask(
+        cls, mask: AttentionMask, spec: TransformerSpec, like: Tensor
+    ) -> Tensor | VarlenMask | None:
+        """Return the additive mask of the scores, [b or 1, 1, s or 1, keys]: 0, or `hidden_score`
+        for hidden keys.
 
-        Layers with the same window share it. `SDPACore` may return a `VarlenMask`, or None, instead.
+        Layers with the same window share it. `SDPACore` may return a `VarlenMask`, or None,
+        instead.
 
         Args:
             like: has the dtype and device of the activations; its second dimension is b.
@@ -59,7 +65,9 @@ class AttentionCore(nn.Module):
 
     @staticmethod
     def hidden_score(dtype: torch.dtype) -> float:
-        """Return the score of a hidden key, as transformers has it. With -∞ a token that sees no key outputs 0."""
+        """Return the score of a hidden key, as transformers has it. With -∞ a token that sees no
+        key outputs 0.
+        """
         return -torch.inf
 
 
@@ -68,8 +76,12 @@ VARLEN_HEAD_SIZE = 192
 """The largest head size whose backward torch's flash kernels support on all their devices."""
 
 
-def can_use_varlen(mask: AttentionMask, spec: TransformerSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether `varlen_attn` can compute these documents and windows, so that no mask tensor is built."""
+def can_use_varlen(
+    mask: AttentionMask, spec: TransformerSpec, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Return whether `varlen_attn` can compute these documents and windows, so that no mask
+    tensor is built.
+    """
     return (
         mask.padding_mask is None
         and (mask.first_key, mask.keys) == (mask.first_query, mask.queries)
@@ -82,43 +94,61 @@ def can_use_varlen(mask: AttentionMask, spec: TransformerSpec, dtype: torch.dtyp
 
 
 class SDPACore(AttentionCore):
-    """Call `scaled_dot_product_attention`, or `varlen_attn` for documents and windows if it runs them.
+    """Call `scaled_dot_product_attention`, or `varlen_attn` for documents and windows if it runs
+    them.
 
-    Masks are additive, because SDPA would convert a boolean mask in every layer and keep each copy for backward. On
-    CPUs, calls without a mask use model/cpu_flash.py.
+    Masks are additive, because SDPA would convert a boolean mask in every layer and keep each copy
+    for backward. On CPUs, calls without a mask use model/cpu_flash.py.
     """
 
     @classmethod
-    def build_mask(cls, mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Tensor | VarlenMask | None:
+    def build_mask(
+        cls, mask: AttentionMask, spec: TransformerSpec, like: Tensor
+    ) -> Tensor | VarlenMask | None:
         if mask.is_plain:
             return None
         if not can_use_varlen(mask, spec, like.dtype, like.device):
             return super().build_mask(mask, spec, like)
-        packed = mask.packed or PackedSequences.one_per_row(like.shape[1], mask.queries, like.device)
+        packed = mask.packed or PackedSequences.one_per_row(
+            like.shape[1], mask.queries, like.device
+        )
         return VarlenMask(packed, -1 if mask.window is None else mask.window - 1)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | VarlenMask | None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | VarlenMask | None
+    ) -> Tensor:
         if isinstance(mask, VarlenMask):
             return varlen_attention(query, key, value, mask)
-        causal = self.causal and mask is None and query.shape[2] > 1  # a single query sees every key
+        causal = (
+            self.causal and mask is None and query.shape[2] > 1
+        )  # a single query sees every key
         dropout_p = self.p if self.training else 0.0
         if mask is not None and query.device.type != "cpu":
             # With a mask, CUDA's fused kernels do not support grouped queries.
             key, value = repeat_kv_heads(key, value, query.shape[1])
         lengths = query.shape[2], key.shape[2]
-        if mask is None and not dropout_p and cpu_flash.is_faster(query.dtype, query.device, *lengths):
+        if (
+            mask is None
+            and not dropout_p
+            and cpu_flash.is_faster(query.dtype, query.device, *lengths)
+        ):
             return cpu_flash.flash_attention(query, key, value, causal)
         grouped = key.shape[1] != query.shape[1]
-        with self.streams.use(PER_RANK) if dropout_p else nullcontext(), disable_cudnn_for_mask(mask):
-            return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, causal, enable_gqa=grouped)
+        with (
+            self.streams.use(PER_RANK) if dropout_p else nullcontext(),
+            disable_cudnn_for_mask(mask),
+        ):
+            return F.scaled_dot_product_attention(
+                query, key, value, mask, dropout_p, causal, enable_gqa=grouped
+            )
 
 
 @contextmanager
 def disable_cudnn_for_mask(mask: Tensor | None) -> Iterator[None]:
     """Disable SDPA's cuDNN kernel for the calls within, if there is a mask.
 
-    cuDNN has no plan for some masks that heads or rows share (Lightning-AI/lightning-thunder issue 1799). torch selects
-    cuDNN without checking for a plan, so the call would raise.
+    cuDNN has no plan for some masks that heads or rows share (Lightning-AI/lightning-thunder issue
+    1799). torch selects cuDNN without checking for a plan, so the call would raise.
     """
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(cudnn and mask is None)
@@ -129,7 +159,8 @@ def disable_cudnn_for_mask(mask: Tensor | None) -> Iterator[None]:
 
 
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, mask: VarlenMask) -> Tensor:
-    """Return softmax(QKᵀ/√d)V of each document by torch's flash kernels. Shapes as in AttentionCore.
+    """Return softmax(QKᵀ/√d)V of each document by torch's flash kernels. Shapes as in
+    AttentionCore.
 
     The kernels take concatenated rows, [b·s, heads, d], which copies Q, K and V if b > 1.
     """
@@ -157,9 +188,9 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, mask: VarlenMask
 class EagerCore(AttentionCore):
     """Compute scores, softmax, dropout and attention over V in separate operations.
 
-    Backward keeps what arXiv 2205.05198 counts: Q, K, V, the softmax's output, a dropout mask of one byte per element
-    and the dropout's output. The product that makes the scores also applies scale and mask, so they keep nothing. The
-    softmax computes in fp32 and rounds once.
+    Backward keeps what arXiv 2205.05198 counts: Q, K, V, the softmax's output, a dropout mask of
+    one byte per element and the dropout's output. The product that makes the scores also applies
+    scale and mask, so they keep nothing. The softmax computes in fp32 and rounds once.
     """
 
     def __init__(self, spec: TransformerSpec, streams: RandomStreams):
@@ -169,7 +200,9 @@ class EagerCore(AttentionCore):
 
     @staticmethod
     def hidden_score(dtype: torch.dtype) -> float:
-        """Return the dtype's least number, as transformers does: a token that sees no key outputs the mean value."""
+        """Return the dtype's least number, as transformers does: a token that sees no key
+        outputs the mean value.
+        """
         return torch.finfo(dtype).min
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -177,7 +210,9 @@ class EagerCore(AttentionCore):
         key, value = repeat_kv_heads(key, value, heads)
         # Copies the mask only if rows are padded differently.
         additive_mask = mask.expand(batch, heads, length, key.shape[2]).flatten(0, 1)
-        scores = torch.baddbmm(additive_mask, query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=self.scale)
+        scores = torch.baddbmm(
+            additive_mask, query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=self.scale
+        )
         return self.dropout(scores.unflatten(0, (batch, heads)).softmax(-1)) @ value
 
 
@@ -193,9 +228,13 @@ class Attention(ElementwiseModule):
         number: the layer's.
     """
 
-    def __init__(self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, number: int):
+    def __init__(
+        self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, number: int
+    ):
         super().__init__()
-        self.number, self.window, self.clip = number, spec.windows[number], spec.clip
+        self.number = number
+        self.window = spec.windows[number]
+        self.clip = spec.clip
         fused = spec.kv_heads == spec.heads
         projection: type[FusedQKV | GroupedQKV] = FusedQKV if fused else GroupedQKV
         self.qkv = projection(make.child("qkv"), spec)
@@ -212,21 +251,36 @@ class Attention(ElementwiseModule):
         if spec.query_key_norm == "whole":
             for name, heads in (("query_norm", spec.heads), ("key_norm", spec.kv_heads)):
                 by_rank = heads_by_rank(spec.heads, heads, make.topology.tensor)
-                setattr(self, name, SplitRMSNorm(make.child(name), by_rank, spec.head_size, spec.norm_epsilon))
+                setattr(
+                    self,
+                    name,
+                    SplitRMSNorm(make.child(name), by_rank, spec.head_size, spec.norm_epsilon),
+                )
         elif spec.query_key_norm == "heads":
-            norm, sharded = NORMS[spec.norm], make.topology.tensor > 1
-            self.query_norm = norm(make.child("query_norm"), spec.head_size, spec.norm_epsilon, sharded_input=sharded)
-            self.key_norm = norm(make.child("key_norm"), spec.head_size, spec.norm_epsilon, sharded_input=sharded)
+            norm = NORMS[spec.norm]
+            sharded = make.topology.tensor > 1
+            self.query_norm = norm(
+                make.child("query_norm"), spec.head_size, spec.norm_epsilon, sharded_input=sharded
+            )
+            self.key_norm = norm(
+                make.child("key_norm"), spec.head_size, spec.norm_epsilon, sharded_input=sharded
+            )
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
         query, key, value = self.qkv(tensor, sequence=context.sequence)
-        query, key = self.query_norm(query), self.key_norm(key)
+        query = self.query_norm(query)
+        key = self.key_norm(key)
         if self.clip is not None:
-            query, key, value = (tensor.clamp(-self.clip, self.clip) for tensor in (query, key, value))
+            query, key, value = (
+                tensor.clamp(-self.clip, self.clip) for tensor in (query, key, value)
+            )
         if context.cos_sin is not None:
-            query, key = (apply_rotary(tensor, context.cos_sin, self.elementwise) for tensor in (query, key))
+            query, key = (
+                apply_rotary(tensor, context.cos_sin, self.elementwise) for tensor in (query, key)
+            )
         if context.cache is not None:
             key, value = context.cache.update(key, value, self.number)
-        key, value = self.qkv.repeat_for_queries(key), self.qkv.repeat_for_queries(value)
+        key = self.qkv.repeat_for_queries(key)
+        value = self.qkv.repeat_for_queries(value)
         attended = self.core(query, key, value, mask=context.masks[self.window])  # [b, a/t, s, d]
         return self.output(attended.permute(2, 0, 1, 3).flatten(2), sequence=context.sequence)

@@ -33,7 +33,8 @@ class ScoredOutput(CausalLMOutputWithPast):
     """
     Attributes:
         greedy: whether each label is the argmax, shaped like `loss`; only with `reduction="none"`.
-        aux_loss: the load-balancing loss of experts, without its coefficient, if it is a part of `loss`.
+        aux_loss: the load-balancing loss of experts, without its coefficient, if it is a part of
+            `loss`.
     """
 
     greedy: Tensor | None = None
@@ -41,7 +42,9 @@ class ScoredOutput(CausalLMOutputWithPast):
 
 
 def next_tokens(labels: Tensor) -> Tensor:
-    """Return the token that each position predicts, from Hugging Face's labels (`labels = input_ids`). [b, s]"""
+    """Return the token that each position predicts, from Hugging Face's labels (`labels =
+    input_ids`). [b, s]
+    """
     targets = torch.full_like(labels, IGNORE_INDEX)
     targets[:, :-1] = labels[:, 1:]
     return targets
@@ -70,17 +73,27 @@ class CausalLM(ParallelModel):
             self._pack = pack
 
     def _make_heads(self, make: ParameterMaker) -> None:
-        self.head = OutputLayer(make.child("head"), self.spec, self.transformer.embedding.word.weight)
+        self.head = OutputLayer(
+            make.child("head"), self.spec, self.transformer.embedding.word.weight
+        )
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        return ("aux_loss",) if self.spec.experts is not None and self.spec.experts.loss_weight is not None else ()
+        return (
+            ("aux_loss",)
+            if self.spec.experts is not None and self.spec.experts.loss_weight is not None
+            else ()
+        )
 
-    def metric_sums(self, output: Any, arguments: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        return {"loss": (output.loss.double().sum(), (arguments["shift_labels"] != IGNORE_INDEX).sum())}
+    def metric_sums(
+        self, output: Any, arguments: Mapping[str, Tensor]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        return {
+            "loss": (output.loss.double().sum(), (arguments["shift_labels"] != IGNORE_INDEX).sum())
+        }
 
     def forward(
         self,
@@ -107,23 +120,33 @@ class CausalLM(ParallelModel):
             input_ids: [b, s].
             attention_mask: [b, all tokens so far], 1 for a token and 0 for padding.
             labels: [b, s] as Hugging Face defines them: shifted inside, -100 is ignored.
-            position_ids: [b or 1, s]; by default those after the cached tokens. As in transformers, if there is
-                neither mask nor cache, a position that does not continue its predecessor begins a document.
-            document_ids: [b, s] on the CPU (else it synchronises), a row's packed documents; a token sees its own.
+            position_ids: [b or 1, s]; by default those after the cached tokens. As in transformers,
+                if there is neither mask nor cache, a position that does not continue its
+                predecessor begins a document.
+            document_ids: [b, s] on the CPU (else it synchronises), a row's packed documents; a
+                token sees its own.
             cache: keys and values of earlier tokens; the forward appends this call's.
             use_cache: create a cache if none is given, and return it.
             logits_to_keep: positions that get logits: the last n, or those listed; 0: all.
-            shift_labels: [b, s], the token that each position predicts; overrides `labels`. With `none` also [b, s, k].
-            return_logits: also return logits [b, s, v], whole on every TP rank and without gradient.
-            reduction: `none` returns each token's loss, without gradient; ignored labels skip the output layer.
-            num_items_in_batch: divisor of the sum of the losses; by default the number of labels that are not ignored.
-            token_type_ids: [b, s], in GPT-2 token ids whose embeddings are added; other models ignore it.
-            unpadded_length: tokens of every row; the rest pads it for sequence parallelism and counts in no loss.
+            shift_labels: [b, s], the token that each position predicts; overrides `labels`. With
+                `none` also [b, s, k].
+            return_logits: also return logits [b, s, v], whole on every TP rank and without
+                gradient.
+            reduction: `none` returns each token's loss, without gradient; ignored labels skip the
+                output layer.
+            num_items_in_batch: divisor of the sum of the losses; by default the number of labels
+                that are not ignored.
+            token_type_ids: [b, s], in GPT-2 token ids whose embeddings are added; other models
+                ignore it.
+            unpadded_length: tokens of every row; the rest pads it for sequence parallelism and
+                counts in no loss.
 
         Returns:
-            `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks. With `none` it has the
-            labels' shape and is 0 for ignored ones; `greedy` is set. As in transformers, `output_router_logits` of a
-            model with experts adds `router_aux_loss_coef` times `aux_loss` to the mean.
+            `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks. With
+                `none` it has the
+            labels' shape and is 0 for ignored ones; `greedy` is set. As in transformers,
+            `output_router_logits` of a model with experts adds `router_aux_loss_coef` times
+            `aux_loss` to the mean.
         """
         self._check_call("CausalLMOutputWithPast", reduction, return_dict)
         if use_cache and cache is None:
@@ -134,11 +157,15 @@ class CausalLM(ParallelModel):
         if targets is not None and not per_token:
             balance = self._router_balance(input_ids, attention_mask, unpadded_length)
         inputs = (input_ids, attention_mask, position_ids, document_ids, cache, token_type_ids)
-        hidden, sequence = self.hidden_states(*inputs, balance=balance, unpadded_length=unpadded_length)
+        hidden, sequence = self.hidden_states(
+            *inputs, balance=balance, unpadded_length=unpadded_length
+        )
         if balance is not None:
             hidden, aux_loss = balance.loss(hidden)
         if targets is not None:
-            loss, greedy = self._losses(hidden, targets, aux_loss, sequence, per_token, num_items_in_batch)
+            loss, greedy = self._losses(
+                hidden, targets, aux_loss, sequence, per_token, num_items_in_batch
+            )
         if return_logits or targets is None:
             logits = self.head(hidden, None, sequence=sequence, keep=logits_to_keep).transpose(0, 1)
         return ScoredOutput(loss=loss, logits=logits, cache=cache, greedy=greedy, aux_loss=aux_loss)
@@ -146,7 +173,9 @@ class CausalLM(ParallelModel):
     def _router_balance(
         self, input_ids: Tensor, attention_mask: Tensor | None, unpadded_length: int | None
     ) -> RouterBalance | None:
-        """Return statistics of the routers that count no padding; None without a load-balancing loss."""
+        """Return statistics of the routers that count no padding; None without a load-balancing
+        loss.
+        """
         experts = self.spec.experts
         if experts is None or experts.loss_weight is None:
             return None
@@ -157,14 +186,25 @@ class CausalLM(ParallelModel):
         return RouterBalance(experts, counted, self.topology.tensor, input_ids.device)
 
     def _targets(
-        self, input_ids: Tensor, labels: Tensor | None, shift_labels: Tensor | None, *, per_token: bool
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        *,
+        per_token: bool,
     ) -> Tensor | None:
-        """Return the token that each position predicts, [b, s] or [b, s, k], checked; None without labels."""
-        targets = shift_labels if labels is None or shift_labels is not None else next_tokens(labels)
+        """Return the token that each position predicts, [b, s] or [b, s, k], checked; None
+        without labels.
+        """
+        targets = (
+            shift_labels if labels is None or shift_labels is not None else next_tokens(labels)
+        )
         if targets is None:
             return None
         if targets.shape[:2] != input_ids.shape or targets.ndim > (3 if per_token else 2):
-            raise ValueError(f"labels are {tuple(targets.shape)}, input ids {tuple(input_ids.shape)}")
+            raise ValueError(
+                f"labels are {tuple(targets.shape)}, input ids {tuple(input_ids.shape)}"
+            )
         self._check_ids("labels", targets, ignore=IGNORE_INDEX)
         return targets
 
@@ -177,9 +217,13 @@ class CausalLM(ParallelModel):
         per_token: bool,
         divisor: Tensor | float | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the scalar loss and None; with `per_token` each label's loss and whether it is the argmax."""
+        """Return the scalar loss and None; with `per_token` each label's loss and whether it is
+        the argmax.
+        """
         labels = targets.transpose(0, 1).contiguous()
-        loss, greedy = self.head(hidden, labels, sequence=sequence, per_token=per_token, divisor=divisor)
+        loss, greedy = self.head(
+            hidden, labels, sequence=sequence, per_token=per_token, divisor=divisor
+        )
         if per_token:
             return loss.transpose(0, 1), greedy.transpose(0, 1)
         if aux_loss is not None:
@@ -199,13 +243,19 @@ class CausalLM(ParallelModel):
         balance: RouterBalance | None = None,
         unpadded_length: int | None = None,
     ) -> tuple[Tensor, bool]:
-        """Return the output layer's input, [s, b, h], and whether it is a sequence shard. Arguments: see `forward`.
+        """Return the output layer's input, [s, b, h], and whether it is a sequence shard.
+        Arguments: see `forward`.
 
         Args:
             balance: statistics of the routers, for the load-balancing loss.
         """
         self._check_shapes(
-            input_ids, attention_mask, position_ids, document_ids, cache, unpadded_length=unpadded_length
+            input_ids,
+            attention_mask,
+            position_ids,
+            document_ids,
+            cache,
+            unpadded_length=unpadded_length,
         )
         self._check_ids("token ids", input_ids)
         types = None
@@ -214,11 +264,18 @@ class CausalLM(ParallelModel):
             self._check_ids("token_type_ids", token_type_ids)
             types = token_type_ids.t().contiguous()
         sequence = self._runs_sequence_parallel(input_ids.shape[1])
-        if document_ids is None and position_ids is not None and attention_mask is None and cache is None:
+        if (
+            document_ids is None
+            and position_ids is not None
+            and attention_mask is None
+            and cache is None
+        ):
             document_ids = document_ids_from_positions(position_ids.expand(*input_ids.shape))
         packed = None if document_ids is None else self._pack(document_ids, input_ids.device)
         inputs = ForwardInputs(attention_mask, position_ids, packed, cache, balance)
-        hidden: Tensor = self.transformer(input_ids.t().contiguous(), inputs=inputs, types=types, sequence=sequence)
+        hidden: Tensor = self.transformer(
+            input_ids.t().contiguous(), inputs=inputs, types=types, sequence=sequence
+        )
         return hidden, sequence
 
     def _check_shapes(
@@ -235,13 +292,24 @@ class CausalLM(ParallelModel):
         tokens = length if unpadded_length is None else unpadded_length
         past = int(cache.get_seq_length()) if cache is not None else 0
         if cache is not None and torch.is_grad_enabled():
-            raise UserError("a KV cache serves generation, not training: wrap the forward in torch.no_grad()")
-        if cache is not None and documents is not None:
-            raise ValueError("document_ids with a KV cache are not supported; give packed documents in one forward")
-        rotary = self.spec.rotary
-        if documents is not None and rotary is not None and rotary.by_length and tokens > self.spec.positions:
             raise UserError(
-                f"document_ids: with rope_type 'dynamic' each document of a row of {tokens} tokens may need its own "
+                "a KV cache serves generation, not training: wrap the forward in torch.no_grad()"
+            )
+        if cache is not None and documents is not None:
+            raise ValueError(
+                "document_ids with a KV cache are not supported; give packed documents in one "
+                "forward"
+            )
+        rotary = self.spec.rotary
+        if (
+            documents is not None
+            and rotary is not None
+            and rotary.by_length
+            and tokens > self.spec.positions
+        ):
+            raise UserError(
+                f"document_ids: with rope_type 'dynamic' each document of a row of {tokens} tokens "
+                "may need its own "
                 f"frequencies; give rows of at most {self.spec.positions} tokens"
             )
         self._check_length(past + tokens)

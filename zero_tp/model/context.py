@@ -1,4 +1,5 @@
-"""The state that all layers of a forward share: masks, rotary tables, cache, and whether it runs on sequence shards.
+"""The state that all layers of a forward share: masks, rotary tables, cache, and whether it runs on
+sequence shards.
 
 s queries, k keys, b batch. Keys are the tokens that a cache still holds and the queries themselves.
 """
@@ -20,10 +21,12 @@ from zero_tp.model.router_balance import RouterBalance
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """The documents packed in a batch's rows. A sequence is a run of tokens of one document in one row.
+    """The documents packed in a batch's rows. A sequence is a run of tokens of one document in one
+    row.
 
     Attributes:
-        cu_seqlens: where each of n sequences begins among all b·s tokens, and b·s at the end, int32 [n + 1].
+        cu_seqlens: where each of n sequences begins among all b·s tokens, and b·s at the end, int32
+            [n + 1].
         max_seqlen: length of the longest sequence, or an upper bound.
         batch, length: b and s.
     """
@@ -35,7 +38,9 @@ class PackedSequences:
 
     @classmethod
     def from_document_ids(cls, document_ids: Tensor, device: torch.device) -> PackedSequences:
-        """Start a sequence at each row and wherever `document_ids` [b, s] change; computed on the host."""
+        """Start a sequence at each row and wherever `document_ids` [b, s] change; computed on
+        the host.
+        """
         ids = document_ids.cpu().numpy()
         begins = np.ones(ids.shape, dtype=bool)
         begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
@@ -48,7 +53,9 @@ class PackedSequences:
     ) -> PackedSequences:
         """Copy `cu_seqlens` from the host to the device. `shape` is [b, s]."""
         # From a list, because torch cannot pin a copy of an array.
-        on_host = torch.tensor(cu_seqlens.tolist(), dtype=torch.int32, pin_memory=device.type != "cpu")
+        on_host = torch.tensor(
+            cu_seqlens.tolist(), dtype=torch.int32, pin_memory=device.type != "cpu"
+        )
         return cls(on_host.to(device, non_blocking=True), int(np.diff(cu_seqlens).max()), *shape)
 
     @classmethod
@@ -59,12 +66,15 @@ class PackedSequences:
     @property
     def sequence_ids(self) -> Tensor:
         """Return the number of each token's sequence, int64 [b, s]."""
-        tokens = torch.arange(self.batch * self.length, dtype=torch.int32, device=self.cu_seqlens.device)
+        tokens = torch.arange(
+            self.batch * self.length, dtype=torch.int32, device=self.cu_seqlens.device
+        )
         return torch.bucketize(tokens, self.cu_seqlens, right=True).view(self.batch, self.length)
 
 
 def document_ids_from_positions(positions: Tensor) -> Tensor | None:
-    """Return each token's document number, [b, s], from `positions` [b, s] that restart; None if none restarts.
+    """Return each token's document number, [b, s], from `positions` [b, s] that restart; None if
+    none restarts.
 
     transformers reads rows of packed documents in this way. Synchronises with the device.
     """
@@ -84,14 +94,17 @@ class VarlenMask(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The limits on the tokens that a token attends to: causal order, cache, window, documents and padding.
+    """The limits on the tokens that a token attends to: causal order, cache, window, documents and
+    padding.
 
     Attributes:
         queries, keys: s and k.
-        first_query, first_key: positions of the first ones in the sequence; a windowed cache has dropped earlier keys.
+        first_query, first_key: positions of the first ones in the sequence; a windowed cache has
+            dropped earlier keys.
         padding_mask: [b, all tokens so far], 1 for a token and 0 for padding; None without padding.
         packed: the documents packed in the rows; None for one document per row.
-        window: how many tokens a token sees, itself included (`VarlenMask.window` excludes it); None: unlimited.
+        window: how many tokens a token sees, itself included (`VarlenMask.window` excludes it);
+            None: unlimited.
         causal: a token sees itself and those before it; else all of its row.
     """
 
@@ -106,10 +119,15 @@ class AttentionMask:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether SDPA needs no mask tensor: a decoder needs only `is_causal`, an encoder nothing."""
+        """Return whether SDPA needs no mask tensor: a decoder needs only `is_causal`, an encoder
+        nothing.
+        """
         if not self.causal:
             return self.padding_mask is None
-        windowed = self.window is not None and self.first_query + self.queries - self.first_key > self.window
+        windowed = (
+            self.window is not None
+            and self.first_query + self.queries - self.first_key > self.window
+        )
         ends_together = self.first_key + self.keys == self.first_query + self.queries
         is_aligned = ends_together and self.queries in (1, self.keys)
         return self.padding_mask is None and self.packed is None and not windowed and is_aligned
@@ -117,12 +135,14 @@ class AttentionMask:
     def visible(self, device: torch.device) -> Tensor:
         """Return the mask as booleans, [b or 1, 1, s, k]; [b or 1, 1, 1, k] if not causal.
 
-        A token may see no key, such as padding on the left. It may still predict the row's first token, so each
-        attention core gives it the output of transformers' implementation.
+        A token may see no key, such as padding on the left. It may still predict the row's first
+        token, so each attention core gives it the output of transformers' implementation.
         """
         if not self.causal:
             return self._visible_bidirectional(device)
-        query = torch.arange(self.first_query, self.first_query + self.queries, device=device)[:, None]
+        query = torch.arange(self.first_query, self.first_query + self.queries, device=device)[
+            :, None
+        ]
         key = torch.arange(self.first_key, self.first_key + self.keys, device=device)[None, :]
         visible = (key <= query)[None, None]
         if self.window is not None:
@@ -131,9 +151,13 @@ class AttentionMask:
             ids = self.packed.sequence_ids
             visible = visible & (ids[:, None, :, None] == ids[:, None, None, :])
         if self.padding_mask is not None:
-            unpadded = self.padding_mask[:, self.first_key : self.first_key + self.keys].to(device).bool()
+            unpadded = (
+                self.padding_mask[:, self.first_key : self.first_key + self.keys].to(device).bool()
+            )
             # A cache of fixed length has more keys than there are tokens; causality hides them.
-            unpadded = torch.nn.functional.pad(unpadded, (0, self.keys - unpadded.shape[1]), value=True)
+            unpadded = torch.nn.functional.pad(
+                unpadded, (0, self.keys - unpadded.shape[1]), value=True
+            )
             visible = visible & unpadded[:, None, None, :]
         return visible
 
@@ -150,8 +174,8 @@ class ForwardInputs:
 
     Attributes:
         padding_mask: [b, all tokens so far], 1 for a token, 0 for padding; None without padding.
-        positions: [b or 1, s]; by default those after the cached ones. If frequencies depend on the length
-            (`Rotary.by_length`), reading the greatest position synchronises with the device.
+        positions: [b or 1, s]; by default those after the cached ones. If frequencies depend on the
+            length (`Rotary.by_length`), reading the greatest position synchronises with the device.
         packed: the documents packed in the rows; a token attends to its own.
         cache: keys and values of earlier tokens; gets the present ones.
         balance: statistics of the routers, for the load-balancing loss.
@@ -176,7 +200,8 @@ class ForwardContext:
         sequence: between the linear layers a rank has its sequence shard (SP).
         masks: by window, see AttentionCore.build_mask.
         cos_sin: of rotary positions.
-        cache: keys and values of earlier tokens, of this rank's KV heads; `update` adds the present ones.
+        cache: keys and values of earlier tokens, of this rank's KV heads; `update` adds the present
+            ones.
         balance: statistics of the routers, for the load-balancing loss.
     """
 

@@ -1,4 +1,5 @@
-"""Flash attention for CPUs, built from matrix products; faster than torch's own kernel (benchmarks/tried.md).
+"""Flash attention for CPUs, built from matrix products; faster than torch's own kernel
+(benchmarks/tried.md).
 
 Like a flash kernel it saves Q, K, V, the output and the logarithm of each softmax's sum.
 
@@ -17,7 +18,9 @@ from torch.autograd.function import once_differentiable
 from zero_tp.parallel import devices
 
 BLOCK = 128
-"""Queries per block; causal blocks skip later keys. Sequences shorter than two blocks use torch's own kernel."""
+"""Queries per block; causal blocks skip later keys. Sequences shorter than two blocks use
+torch's own kernel.
+"""
 BLOCK_ELEMENTS = 2**20
 """Scores in memory at a time; they must fit a core's cache."""
 
@@ -26,10 +29,14 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         batch, heads, length, size = query.shape
-        output = query.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)  # as the output projection reads it
+        output = query.new_empty(length, batch, heads, size).permute(
+            1, 2, 0, 3
+        )  # as the output projection reads it
         lse = query.new_empty(batch, heads, length, dtype=torch.float32)
         for index, kv_index, repeats in _head_blocks(query, key):
-            keys, values = (tensor[kv_index].repeat_interleave(repeats, 0) for tensor in (key, value))
+            keys, values = (
+                tensor[kv_index].repeat_interleave(repeats, 0) for tensor in (key, value)
+            )
             _attend(query[index], keys, values, output[index], lse[index], causal=causal)
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.causal = causal
@@ -39,18 +46,28 @@ class _Flash(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, output, lse = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        dq = torch.empty_like(query)
+        dk = torch.zeros_like(key)
+        dv = torch.zeros_like(value)
         for index, kv_index, repeats in _head_blocks(query, key):
-            keys, values = (tensor[kv_index].repeat_interleave(repeats, 0) for tensor in (key, value))
+            keys, values = (
+                tensor[kv_index].repeat_interleave(repeats, 0) for tensor in (key, value)
+            )
             parts = (tensor[index] for tensor in (output, lse, gradient))
-            dq[index], *key_and_value = _gradients(query[index], keys, values, *parts, causal=ctx.causal)
+            dq[index], *key_and_value = _gradients(
+                query[index], keys, values, *parts, causal=ctx.causal
+            )
             for whole, part in zip((dk, dv), key_and_value, strict=True):
                 whole[kv_index] += part.unflatten(0, (-1, repeats)).sum(1)
         return dq, dk, dv, None
 
 
-def _head_blocks(query: Tensor, key: Tensor) -> Iterator[tuple[tuple[int, slice], tuple[int, slice], int]]:
-    """Yield (index of some heads of one row, index of their KV heads, how often to repeat each KV head)."""
+def _head_blocks(
+    query: Tensor, key: Tensor
+) -> Iterator[tuple[tuple[int, slice], tuple[int, slice], int]]:
+    """Yield (index of some heads of one row, index of their KV heads, how often to repeat each
+    KV head).
+    """
     batch, heads, length, _ = query.shape
     group = heads // key.shape[1]
     max_heads = max(1, BLOCK_ELEMENTS // (min(BLOCK, length) * length))
@@ -59,18 +76,29 @@ def _head_blocks(query: Tensor, key: Tensor) -> Iterator[tuple[tuple[int, slice]
     for row in range(batch):
         for first in range(0, heads, heads_per_block):
             last = min(first + heads_per_block, heads)
-            yield (row, slice(first, last)), (row, slice(first // group, (last - 1) // group + 1)), repeats
+            yield (
+                (row, slice(first, last)),
+                (row, slice(first // group, (last - 1) // group + 1)),
+                repeats,
+            )
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, *, causal: bool) -> None:
-    """Write softmax(QKᵀ/√d)V, [heads, s, d], to `output` and L = log Σ exp(QKᵀ/√d), fp32 [heads, s], to `lse`."""
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, *, causal: bool
+) -> None:
+    """Write softmax(QKᵀ/√d)V, [heads, s, d], to `output` and L = log Σ exp(QKᵀ/√d), fp32 [heads,
+    s], to `lse`.
+    """
     scale = query.shape[-1] ** -0.5
-    query, key, value = (tensor.contiguous() for tensor in (query, key, value))  # otherwise each block copies them
+    query, key, value = (
+        tensor.contiguous() for tensor in (query, key, value)
+    )  # otherwise each block copies them
     length = query.shape[1]
     causal_bias = query.new_full((BLOCK, BLOCK), -torch.inf, dtype=torch.float32).triu_(1)
     for begin in range(0, length, BLOCK):
         end = min(begin + BLOCK, length)
-        rows, visible = slice(begin, end), slice(end if causal else length)
+        rows = slice(begin, end)
+        visible = slice(end if causal else length)
         score, remainder = _product(query[:, rows], key[:, visible], scale)
         scores = score if remainder is None else score.float().add_(remainder)
         if causal:
@@ -81,13 +109,21 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tens
 
 
 def _gradients(
-    query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, gradient: Tensor, *, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    gradient: Tensor,
+    *,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of Q, K and V, all [heads, s, d], from those of the output.
 
-    With P = exp(QKᵀ/√d - L) and D = P ⊙ (dO Vᵀ - rowsum(dO ⊙ O)) they are DK/√d, DᵀQ/√d and PᵀdO ("FlashAttention-2",
-    arXiv 2307.08691, algorithm 2). Both subtrahends, L and the rowsum, enter the matrix products as two extra columns
-    that sum to them. So only the difference is rounded to 16 bits. (In fp32 the second column is 0.)
+    With P = exp(QKᵀ/√d - L) and D = P ⊙ (dO Vᵀ - rowsum(dO ⊙ O)) they are DK/√d, DᵀQ/√d and PᵀdO
+    ("FlashAttention-2", arXiv 2307.08691, algorithm 2). Both subtrahends, L and the rowsum, enter
+    the matrix products as two extra columns that sum to them. So only the difference is rounded to
+    16 bits. (In fp32 the second column is 0.)
 
     Args:
         lse: L, the logarithm of the sum of each query's exponentials, fp32 [heads, s].
@@ -96,14 +132,18 @@ def _gradients(
     query, key, gradient = (tensor.contiguous() for tensor in (query, key, gradient))
     ones = query.new_ones(*key.shape[:2], 2)
     query_lse = torch.cat((query, _split_fp32(-lse / scale, query.dtype)), -1)
-    gradient_delta = torch.cat((gradient, _split_fp32(-(gradient.float() * output).sum(-1), query.dtype)), -1)
-    key_ones, value_ones = torch.cat((key, ones), -1), torch.cat((value, ones), -1)
+    gradient_delta = torch.cat(
+        (gradient, _split_fp32(-(gradient.float() * output).sum(-1), query.dtype)), -1
+    )
+    key_ones = torch.cat((key, ones), -1)
+    value_ones = torch.cat((value, ones), -1)
     dq = torch.empty_like(query, memory_format=torch.contiguous_format)
     dk, dv = (query.new_zeros(query.shape) for _ in range(2))
     length = query.shape[1]
     for begin in range(0, length, BLOCK):
         end = min(begin + BLOCK, length)
-        rows, visible = slice(begin, end), slice(end if causal else length)
+        rows = slice(begin, end)
+        visible = slice(end if causal else length)
         probabilities, remainder = _product(query_lse[:, rows], key_ones[:, visible], scale)
         probabilities.exp_()
         if remainder is not None:
@@ -118,7 +158,9 @@ def _gradients(
 
 
 def _product(left: Tensor, right: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
-    """Return scaled scores, [heads, queries, keys], and for 16-bit ones the remainder that rounding them lost."""
+    """Return scaled scores, [heads, queries, keys], and for 16-bit ones the remainder that
+    rounding them lost.
+    """
     score = _scaled(left, right.mT, scale)
     if left.dtype == torch.float32:
         return score, None

@@ -1,7 +1,7 @@
 """Count a model's FLOPs, and the share of a device's peak that a run reaches (MFU, HFU).
 
-A multiply-add is two FLOPs. Work done once per row, such as a pooler's, is not counted. s sequence, h hidden, a heads,
-k KV heads, d head size, L layers, v vocabulary.
+A multiply-add is two FLOPs. Work done once per row, such as a pooler's, is not counted. s sequence,
+h hidden, a heads, k KV heads, d head size, L layers, v vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 class ForwardFlops(NamedTuple):
-    """FLOPs of a forward: one layer's matrices (mean over layers), one layer's attention core, the head."""
+    """FLOPs of a forward: one layer's matrices (mean over layers), one layer's attention core,
+    the head.
+    """
 
     matrices: float
     core: float
@@ -21,7 +23,8 @@ class ForwardFlops(NamedTuple):
 
 
 def layer_products(spec: TransformerSpec) -> float:
-    """Return the multiply-adds per token, one for each element of a layer's matrices, averaged over layers.
+    """Return the multiply-adds per token, one for each element of a layer's matrices, averaged over
+    layers.
 
     Experts count only if they compute the token; routers and the shared experts' gates count too.
     """
@@ -32,11 +35,15 @@ def layer_products(spec: TransformerSpec) -> float:
 
 
 def head_products(spec: TransformerSpec) -> int:
-    """Return the head's multiply-adds per label: the output layer's, and an encoder's dense layer's before it."""
+    """Return the head's multiply-adds per label: the output layer's, and an encoder's dense
+    layer's before it.
+    """
     return spec.hidden * (spec.vocabulary + (0 if spec.causal else spec.hidden))
 
 
-def forward_flops(spec: TransformerSpec, batch: int, length: int, label_fraction: float = 1.0) -> ForwardFlops:
+def forward_flops(
+    spec: TransformerSpec, batch: int, length: int, label_fraction: float = 1.0
+) -> ForwardFlops:
     """Return the FLOPs of a forward of `batch` sequences.
 
     The core counts every score, also masked ones, as the papers do.
@@ -46,10 +53,16 @@ def forward_flops(spec: TransformerSpec, batch: int, length: int, label_fraction
     """
     tokens = batch * length
     core = 4.0 * tokens * length * spec.heads * spec.head_size
-    return ForwardFlops(2.0 * tokens * layer_products(spec), core, 2.0 * tokens * label_fraction * head_products(spec))
+    return ForwardFlops(
+        2.0 * tokens * layer_products(spec),
+        core,
+        2.0 * tokens * label_fraction * head_products(spec),
+    )
 
 
-def model_flops(spec: TransformerSpec, global_batch: int, length: int, label_fraction: float = 1.0) -> float:
+def model_flops(
+    spec: TransformerSpec, global_batch: int, length: int, label_fraction: float = 1.0
+) -> float:
     """Return the FLOPs of one step, forward and backward, not counting recomputation.
 
     With GPT-2's layers this is equation 7 of arXiv 2205.05198.
@@ -68,10 +81,11 @@ def hardware_flops(
     label_fraction: float = 1.0,
     recomputed: tuple[float, float] = (0.0, 0.0),
 ) -> float:
-    """Return the FLOPs that one step runs: those of `model_flops`, and the products that backward computes again.
+    """Return the FLOPs that one step runs: those of `model_flops`, and the products that backward
+    computes again.
 
-    With GPT-2's layers, recomputing every attention core adds 4Bs²h per layer, as in appendix A of arXiv 2205.05198.
-    The paper's equation 8 adds three times as much.
+    With GPT-2's layers, recomputing every attention core adds 4Bs²h per layer, as in appendix A of
+    arXiv 2205.05198. The paper's equation 8 adds three times as much.
 
     Args:
         recomputed: (whole layers, layers of which only the attention core), see
@@ -79,11 +93,18 @@ def hardware_flops(
     """
     matrices, core, _ = forward_flops(spec, global_batch, length, label_fraction)
     layers, cores = recomputed
-    return model_flops(spec, global_batch, length, label_fraction) + layers * (matrices + core) + cores * core
+    return (
+        model_flops(spec, global_batch, length, label_fraction)
+        + layers * (matrices + core)
+        + cores * core
+    )
 
 
-def utilisation(flops: float, seconds: float, devices: int, peak_flops: float | None) -> float | None:
-    """Return FLOPs / (time × devices × peak), in 0..1: MFU of model FLOPs, HFU of hardware FLOPs; None without a peak.
+def utilisation(
+    flops: float, seconds: float, devices: int, peak_flops: float | None
+) -> float | None:
+    """Return FLOPs / (time × devices × peak), in 0..1: MFU of model FLOPs, HFU of hardware FLOPs;
+    None without a peak.
 
     Args:
         flops: of one iteration, all devices together.

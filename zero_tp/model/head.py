@@ -25,19 +25,34 @@ from zero_tp.parallel.token_scores import TokenScores, vocab_parallel_token_scor
 class OutputLayer(ElementwiseModule):
     """The output layer, with one row per token: losses, scores or logits. Its weight is [⌈v/t⌉, h].
 
-    A tied weight, the word embedding, is a parameter of this module too, because ZeRO-3 gathers parameters around their
-    modules.
+    A tied weight, the word embedding, is a parameter of this module too, because ZeRO-3 gathers
+    parameters around their modules.
 
     Args:
         bias: has a bias, as the masked-token decoder does.
     """
 
-    def __init__(self, make: ParameterMaker, spec: TransformerSpec, embedding: nn.Parameter, *, bias: bool = False):
+    def __init__(
+        self,
+        make: ParameterMaker,
+        spec: TransformerSpec,
+        embedding: nn.Parameter,
+        *,
+        bias: bool = False,
+    ):
         super().__init__()
-        self.vocabulary, self.group = spec.vocabulary, make.topology.tensor_group
-        rows, init = split_vocabulary(spec.vocabulary), Normal(spec.init_std)
-        self.weight = embedding if spec.tied else make.parameter("weight", (spec.vocabulary, spec.hidden), rows, init)
-        self.bias = make.parameter("bias", (spec.vocabulary,), rows, ConstantInit(0.0)) if bias else None
+        self.vocabulary = spec.vocabulary
+        self.group = make.topology.tensor_group
+        rows = split_vocabulary(spec.vocabulary)
+        init = Normal(spec.init_std)
+        self.weight = (
+            embedding
+            if spec.tied
+            else make.parameter("weight", (spec.vocabulary, spec.hidden), rows, init)
+        )
+        self.bias = (
+            make.parameter("bias", (spec.vocabulary,), rows, ConstantInit(0.0)) if bias else None
+        )
 
     def forward(
         self,
@@ -52,11 +67,16 @@ class OutputLayer(ElementwiseModule):
     ) -> Tensor | tuple[Tensor, Tensor] | TokenScores:
         """Compute losses, scores or logits from hidden states [s, b, h], a shard when `sequence`.
 
-        Without labels, return the logits [s, b, v] of the last `keep` positions, or of those it lists; 0: all. With
-        labels [s, b] and `per_token`, return each label's scores. Otherwise return the scalar loss (the sum divided by
-        `divisor`, by default the mean) and the number of labels that are the argmax (0 unless `accuracy`).
+        Without labels, return the logits [s, b, v] of the last `keep` positions, or of those it
+        lists; 0: all. With labels [s, b] and `per_token`, return each label's scores. Otherwise
+        return the scalar loss (the sum divided by `divisor`, by default the mean) and the number of
+        labels that are the argmax (0 unless `accuracy`).
         """
-        common: dict[str, Any] = {"bias": self.bias, "vocabulary": self.vocabulary, "group": self.group}
+        common: dict[str, Any] = {
+            "bias": self.bias,
+            "vocabulary": self.vocabulary,
+            "group": self.group,
+        }
         if labels is not None and not per_token:
             common |= {
                 "sequence": sequence,
@@ -73,36 +93,49 @@ class OutputLayer(ElementwiseModule):
 
 
 class MaskedTokenHead(nn.Module):
-    """The head of masked tokens: dense layer, the MLP's activation, norm, decoder (arXiv 1810.04805).
+    """The head of masked tokens: dense layer, the MLP's activation, norm, decoder (arXiv
+    1810.04805).
 
     It works on whole rows that are the same on every TP rank, even under SP.
     """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, embedding: nn.Parameter):
         super().__init__()
-        self.dense = ReplicatedLinear(make.child("dense"), spec.hidden, spec.hidden, init=Normal(spec.init_std))
+        self.dense = ReplicatedLinear(
+            make.child("dense"), spec.hidden, spec.hidden, init=Normal(spec.init_std)
+        )
         self.activation = Activation(spec.activation)
-        self.norm = NORMS[spec.norm](make.child("norm"), spec.hidden, spec.norm_epsilon, sharded_input=False)
+        self.norm = NORMS[spec.norm](
+            make.child("norm"), spec.hidden, spec.norm_epsilon, sharded_input=False
+        )
         self.decoder = OutputLayer(make.child("decoder"), spec, embedding, bias=True)
 
     def forward(
-        self, rows: Tensor, labels: Tensor | None, *, per_token: bool = False, divisor: Tensor | float | None = None
+        self,
+        rows: Tensor,
+        labels: Tensor | None,
+        *,
+        per_token: bool = False,
+        divisor: Tensor | float | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute logits or losses from hidden states [n, h].
 
-        Without labels, return the logits [n, v]. With labels [n], return the loss and the number of labels that are
-        the argmax; with `per_token` both of each label, [n].
+        Without labels, return the logits [n, v]. With labels [n], return the loss and the number of
+        labels that are the argmax; with `per_token` both of each label, [n].
         """
         inputs = self.norm(self.activation(self.dense(rows))).unsqueeze(1)
         if labels is None:
             logits: Tensor = self.decoder(inputs, None)
             return logits.squeeze(1)
-        scores, correct = self.decoder(inputs, labels.unsqueeze(1), per_token=per_token, divisor=divisor, accuracy=True)
+        scores, correct = self.decoder(
+            inputs, labels.unsqueeze(1), per_token=per_token, divisor=divisor, accuracy=True
+        )
         return (scores.squeeze(1), correct.squeeze(1)) if per_token else (scores, correct)
 
 
 class SentenceHead(nn.Module):
-    """Classify from a row's first token whether its segments are in order: pooler (dense, tanh), linear layer.
+    """Classify from a row's first token whether its segments are in order: pooler (dense, tanh),
+    linear layer.
 
     [b, h] → [b, 2]; rows are the same on every TP rank.
     """

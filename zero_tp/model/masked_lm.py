@@ -2,8 +2,8 @@
 
 s sequence, b batch, h hidden, v vocabulary, t TP size, n labels that are not ignored.
 
-Only positions with a label, usually 15 %, go through the head of masked tokens. Every TP rank gets their hidden states,
-under SP by an all-reduce of [n, h].
+Only positions with a label, usually 15 %, go through the head of masked tokens. Every TP rank gets
+their hidden states, under SP by an all-reduce of [n, h].
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class PreTrainingOutput(ModelOutput):
         prediction_logits: [b, s, v], whole on every TP rank and without gradient.
         seq_relationship_logits: [b, 2], without gradient.
         masked_loss: of the masked tokens. sentence_loss: of the order of the segments.
-        masked_accuracy, sentence_accuracy: share of correct argmaxes, with the losses' divisors, fp32 without gradient;
-            with `reduction="none"` bool [b, s] and [b].
+        masked_accuracy, sentence_accuracy: share of correct argmaxes, with the losses' divisors,
+            fp32 without gradient; with `reduction="none"` bool [b, s] and [b].
     """
 
     loss: Tensor | None = None
@@ -62,8 +62,14 @@ class MaskedLM(ParallelModel):
     causal = False
 
     def _make_heads(self, make: ParameterMaker) -> None:
-        self.head = MaskedTokenHead(make.child("head"), self.spec, self.transformer.embedding.word.weight)
-        self.sentence_head = SentenceHead(make.child("sentence_head"), self.spec) if self.spec.sentence_head else None
+        self.head = MaskedTokenHead(
+            make.child("head"), self.spec, self.transformer.embedding.word.weight
+        )
+        self.sentence_head = (
+            SentenceHead(make.child("sentence_head"), self.spec)
+            if self.spec.sentence_head
+            else None
+        )
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head.decoder
@@ -72,12 +78,20 @@ class MaskedLM(ParallelModel):
     def metric_names(self) -> tuple[str, ...]:
         return METRIC_NAMES if self.spec.sentence_head else ("masked_accuracy",)
 
-    def metric_sums(self, output: Any, arguments: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    def metric_sums(
+        self, output: Any, arguments: Mapping[str, Tensor]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
         labels = {"masked": arguments["labels"], "sentence": arguments.get("next_sentence_label")}
-        counts = {kind: (label != IGNORE_INDEX).sum() for kind, label in labels.items() if label is not None}
+        counts = {
+            kind: (label != IGNORE_INDEX).sum()
+            for kind, label in labels.items()
+            if label is not None
+        }
         kinds = {name: name.partition("_")[0] for name in METRIC_NAMES}
         return {
-            name: (getattr(output, name).double().sum(), counts[kind]) for name, kind in kinds.items() if kind in counts
+            name: (getattr(output, name).double().sum(), counts[kind])
+            for name, kind in kinds.items()
+            if kind in counts
         }
 
     def forward(
@@ -100,24 +114,34 @@ class MaskedLM(ParallelModel):
         """Return the losses and, if requested or without labels, logits.
 
         Args:
-            input_ids: [b, s]. attention_mask: [b, s], 1 for a token and 0 for padding, which no token sees.
+            input_ids: [b, s]. attention_mask: [b, s], 1 for a token and 0 for padding, which no
+                token sees.
             token_type_ids: [b, s], by default 0. position_ids: [b or 1, s], by default from 0.
             labels: [b, s], the token at a masked position; -100 is ignored.
-            next_sentence_label: [b], 0 where a row's segments are in order, 1 where they are swapped; -100 is ignored.
-            label_places: `labelled_positions(labels)`, [n], below b·s; if absent, forward synchronises with the device.
+            next_sentence_label: [b], 0 where a row's segments are in order, 1 where they are
+                swapped; -100 is ignored.
+            label_places: `labelled_positions(labels)`, [n], below b·s; if absent, forward
+                synchronises with the device.
             return_logits: also return both kinds of logits.
-            reduction: `none` returns each token's and each row's loss, for evaluation, without gradient.
-            num_items_in_batch, num_rows_in_batch: divisors of the sums of the losses; by default the numbers of labels.
-            unpadded_length: tokens of every row without padding for sequence parallelism, which needs no positions.
+            reduction: `none` returns each token's and each row's loss, for evaluation, without
+                gradient.
+            num_items_in_batch, num_rows_in_batch: divisors of the sums of the losses; by default
+                the numbers of labels.
+            unpadded_length: tokens of every row without padding for sequence parallelism, which
+                needs no positions.
 
         Returns:
-            Losses are means, fp32, equal on all TP ranks; nan if every label is ignored, as in torch, but 0 with a
-            divisor. With `none`, `masked_loss` is [b, s], 0 for ignored labels, `sentence_loss` [b] and `loss` None.
+            Losses are means, fp32, equal on all TP ranks; nan if every label is ignored, as in
+            torch, but 0 with a divisor. With `none`, `masked_loss` is [b, s], 0 for ignored labels,
+            `sentence_loss` [b] and `loss` None.
 
         Raises:
-            UserError: under SP with gradients, s is not a multiple of t; or s exceeds the positions.
-            ValueError: a wrong shape or reduction, a sentence label without a sentence head, `return_dict=False`.
-            RuntimeError: a token id, type or label out of its range (accelerators raise at their next synchronisation).
+            UserError: under SP with gradients, s is not a multiple of t; or s exceeds the
+                positions.
+            ValueError: a wrong shape or reduction, a sentence label without a sentence head,
+                `return_dict=False`.
+            RuntimeError: a token id, type or label out of its range (accelerators raise at their
+                next synchronisation).
         """
         self._check_call("PreTrainingOutput", reduction, return_dict)
         if next_sentence_label is not None and self.sentence_head is None:
@@ -127,14 +151,20 @@ class MaskedLM(ParallelModel):
         sequence = self._runs_sequence_parallel(input_ids.shape[1])
         inputs = ForwardInputs(attention_mask, position_ids)
         types = None if token_type_ids is None else token_type_ids.t().contiguous()
-        hidden = self.transformer(input_ids.t().contiguous(), inputs=inputs, types=types, sequence=sequence)
+        hidden = self.transformer(
+            input_ids.t().contiguous(), inputs=inputs, types=types, sequence=sequence
+        )
         output = PreTrainingOutput()
         if labels is not None:
             places = labelled_positions(labels) if label_places is None else label_places
-            self._score_tokens(output, hidden, labels, places, sequence, reduction, num_items_in_batch)
+            self._score_tokens(
+                output, hidden, labels, places, sequence, reduction, num_items_in_batch
+            )
         returns_logits = bool(return_logits) or labels is None
         if self.sentence_head is not None and (next_sentence_label is not None or returns_logits):
-            self._score_sentences(output, hidden, next_sentence_label, sequence, reduction, num_rows_in_batch)
+            self._score_sentences(
+                output, hidden, next_sentence_label, sequence, reduction, num_rows_in_batch
+            )
         losses = [loss for loss in (output.masked_loss, output.sentence_loss) if loss is not None]
         output.loss = sum(losses[1:], losses[0]) if losses and reduction == "mean" else None
         if returns_logits:
@@ -142,16 +172,28 @@ class MaskedLM(ParallelModel):
         return output
 
     def _check_inputs(
-        self, ids: Tensor, mask: Tensor | None, types: Tensor | None, positions: Tensor | None, labels: Tensor | None
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        types: Tensor | None,
+        positions: Tensor | None,
+        labels: Tensor | None,
     ) -> None:
         batch, length = ids.shape
-        for name, tensor in {"attention_mask": mask, "token_type_ids": types, "labels": labels}.items():
+        for name, tensor in {
+            "attention_mask": mask,
+            "token_type_ids": types,
+            "labels": labels,
+        }.items():
             check_shape(name, tensor, (batch,), length)
         check_shape("position_ids", positions, (1, batch), length)
         self._check_ids("token ids", ids)
         if types is not None:
             inside = (types >= 0) & (types < self.spec.token_types)
-            torch._assert_async(inside.all(), f"token types must be in [0, type_vocab_size = {self.spec.token_types})")
+            torch._assert_async(
+                inside.all(),
+                f"token types must be in [0, type_vocab_size = {self.spec.token_types})",
+            )
         if labels is not None:
             self._check_ids("labels", labels, ignore=IGNORE_INDEX)
 
@@ -160,7 +202,9 @@ class MaskedLM(ParallelModel):
         """Return the logits of every position, [b, s, v], whole on every TP rank."""
         batch, length = shape
         every = torch.arange(batch * length, device=hidden.device)
-        logits: Tensor = self.head(gather_rows(hidden, every, self.topology.tensor_group, sequence=sequence), None)
+        logits: Tensor = self.head(
+            gather_rows(hidden, every, self.topology.tensor_group, sequence=sequence), None
+        )
         return logits.unflatten(0, (length, batch)).transpose(0, 1)
 
     def _score_tokens(
@@ -176,17 +220,28 @@ class MaskedLM(ParallelModel):
         """Fill in the losses of the labels at `places`."""
         batch, length = labels.shape
         if not len(places):
-            places = places.new_zeros(1)  # score an ignored label, so that every weight gets a gradient of 0
-        row, position = places // length, places % length
-        rows = gather_rows(hidden, position * batch + row, self.topology.tensor_group, sequence=sequence)
+            places = places.new_zeros(
+                1
+            )  # score an ignored label, so that every weight gets a gradient of 0
+        row = places // length
+        position = places % length
+        rows = gather_rows(
+            hidden, position * batch + row, self.topology.tensor_group, sequence=sequence
+        )
         targets = labels.flatten()[places]
         if reduction == "mean":
             output.masked_loss, correct = self.head(rows, targets, divisor=divisor)
-            output.masked_accuracy = correct / (len(targets) if divisor is None else nonzero_divisor(divisor))
+            output.masked_accuracy = correct / (
+                len(targets) if divisor is None else nonzero_divisor(divisor)
+            )
             return
         loss, correct = self.head(rows, targets, per_token=True)
-        output.masked_loss = loss.new_zeros(batch * length).index_put((places,), loss).view(batch, length)
-        output.masked_accuracy = correct.new_zeros(batch * length).index_put((places,), correct).view(batch, length)
+        output.masked_loss = (
+            loss.new_zeros(batch * length).index_put((places,), loss).view(batch, length)
+        )
+        output.masked_accuracy = (
+            correct.new_zeros(batch * length).index_put((places,), correct).view(batch, length)
+        )
 
     def _score_sentences(
         self,
@@ -200,18 +255,24 @@ class MaskedLM(ParallelModel):
         """Fill in the rows' scores, and the losses of their labels [b]."""
         assert self.sentence_head is not None
         first = torch.arange(hidden.shape[1], device=hidden.device)
-        scores = self.sentence_head(gather_rows(hidden, first, self.topology.tensor_group, sequence=sequence))
+        scores = self.sentence_head(
+            gather_rows(hidden, first, self.topology.tensor_group, sequence=sequence)
+        )
         output.seq_relationship_logits = scores.detach()
         if labels is None:
             return
         if labels.shape != scores.shape[:1]:
-            raise ValueError(f"next_sentence_label is {tuple(labels.shape)}, expected {tuple(scores.shape[:1])}")
+            raise ValueError(
+                f"next_sentence_label is {tuple(labels.shape)}, expected {tuple(scores.shape[:1])}"
+            )
         counted = labels != IGNORE_INDEX
         valid = (labels == 0) | (labels == 1) | ~counted
         torch._assert_async(valid.all(), f"next_sentence_label must be 0, 1 or {IGNORE_INDEX}")
         correct = scores.detach().argmax(1) == labels
         torch_reduction = "sum" if divisor is not None else reduction
-        loss = F.cross_entropy(scores.float(), labels, ignore_index=IGNORE_INDEX, reduction=torch_reduction)
+        loss = F.cross_entropy(
+            scores.float(), labels, ignore_index=IGNORE_INDEX, reduction=torch_reduction
+        )
         rows = counted.sum() if divisor is None else nonzero_divisor(divisor)
         output.sentence_loss = loss if divisor is None else (loss / rows).float()
         output.sentence_accuracy = correct if reduction == "none" else correct.sum() / rows

@@ -31,7 +31,9 @@ def _gated(intermediate: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor
     return function(gate) * up
 
 
-def _gated_gradient(intermediate: Tensor, gradient: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+def _gated_gradient(
+    intermediate: Tensor, gradient: Tensor, function: Callable[[Tensor], Tensor]
+) -> Tensor:
     return torch.func.vjp(lambda tensor: _gated(tensor, function), intermediate)[1](gradient)[0]
 
 
@@ -39,21 +41,32 @@ class _Gate(torch.autograd.Function):
     """Compute activation(gate) · up; backward recomputes it."""
 
     @staticmethod
-    def forward(ctx: Any, intermediate: Tensor, function: Callable[[Tensor], Tensor], ops: ElementwiseOps) -> Tensor:
+    def forward(
+        ctx: Any, intermediate: Tensor, function: Callable[[Tensor], Tensor], ops: ElementwiseOps
+    ) -> Tensor:
         ctx.save_for_backward(intermediate)
-        ctx.function, ctx.ops = function, ops
-        output: Tensor = ops.map_rows(_gated, (intermediate.reshape(-1, intermediate.shape[-1]),), function)
+        ctx.function = function
+        ctx.ops = ops
+        output: Tensor = ops.map_rows(
+            _gated, (intermediate.reshape(-1, intermediate.shape[-1]),), function
+        )
         return output.view(*intermediate.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (intermediate,) = ctx.saved_tensors
         rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (intermediate, gradient)]
-        return ctx.ops.map_rows(_gated_gradient, rows, ctx.function).view(intermediate.shape), None, None
+        return (
+            ctx.ops.map_rows(_gated_gradient, rows, ctx.function).view(intermediate.shape),
+            None,
+            None,
+        )
 
 
 class GatedActivation(Activation):
-    """activation(gate) · up of a tensor that holds both; backward keeps only that tensor. [*, 2n] → [*, n]."""
+    """activation(gate) · up of a tensor that holds both; backward keeps only that tensor. [*,
+    2n] → [*, n].
+    """
 
     def forward(self, intermediate: Tensor) -> Tensor:
         output: Tensor = _Gate.apply(intermediate, self.function, self.elementwise)
@@ -65,8 +78,11 @@ class MLP(nn.Module):
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
         super().__init__()
-        init, residual_init = Normal(spec.init_std), Normal(spec.residual_std)
-        self.up = ColumnParallelLinear(make.child("up"), spec.hidden, (spec.mlp_size,), bias=spec.mlp_bias, init=init)
+        init = Normal(spec.init_std)
+        residual_init = Normal(spec.residual_std)
+        self.up = ColumnParallelLinear(
+            make.child("up"), spec.hidden, (spec.mlp_size,), bias=spec.mlp_bias, init=init
+        )
         self.activation = Activation(spec.activation)
         self.down = RowParallelLinear(
             make.child("down"), spec.mlp_size, spec.hidden, bias=spec.mlp_bias, init=residual_init
@@ -88,11 +104,17 @@ class GatedMLP(nn.Module):
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, size: int | None = None):
         super().__init__()
-        init, residual_init, size = Normal(spec.init_std), Normal(spec.residual_std), size or spec.mlp_size
+        init = Normal(spec.init_std)
+        residual_init = Normal(spec.residual_std)
+        size = size or spec.mlp_size
         columns = make.child("gate_up")
-        self.gate_up = ColumnParallelLinear(columns, spec.hidden, (size, size), bias=spec.mlp_bias, init=init)
+        self.gate_up = ColumnParallelLinear(
+            columns, spec.hidden, (size, size), bias=spec.mlp_bias, init=init
+        )
         self.activation = GatedActivation(spec.activation)
-        self.down = RowParallelLinear(make.child("down"), size, spec.hidden, bias=spec.mlp_bias, init=residual_init)
+        self.down = RowParallelLinear(
+            make.child("down"), size, spec.hidden, bias=spec.mlp_bias, init=residual_init
+        )
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
         intermediate = self.gate_up(tensor, sequence=context.sequence)

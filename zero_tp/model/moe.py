@@ -1,11 +1,12 @@
-"""A mixture of experts: a router chooses k of E gated MLPs for each token (arXiv 2101.03961, 2401.04088).
+"""A mixture of experts: a router chooses k of E gated MLPs for each token (arXiv 2101.03961,
+2401.04088).
 
-Over TP every expert's first weight is split by columns, its second by rows. So the communication is that of a dense MLP
-for any E: f and f̄, or g and ḡ under SP, which also gathers the routers' logits. Every rank has the choices of all
-tokens and computes its columns of the chosen experts.
+Over TP every expert's first weight is split by columns, its second by rows. So the communication is
+that of a dense MLP for any E: f and f̄, or g and ḡ under SP, which also gathers the routers'
+logits. Every rank has the choices of all tokens and computes its columns of the chosen experts.
 
-s sequence, b batch, n = s·b tokens, h hidden, k experts per token, t TP size. f, f̄, g, ḡ: the operators of arXiv
-1909.08053 and 2205.05198.
+s sequence, b batch, n = s·b tokens, h hidden, k experts per token, t TP size. f, f̄, g, ḡ: the
+operators of arXiv 1909.08053 and 2205.05198.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from zero_tp.parallel.collectives import (
     reduce_from_tensor_region,
     reduce_scatter_to_sequence_region,
 )
-from zero_tp.parallel.grouped_linear import ColumnParallelGroupedLinear, Routing, RowParallelGroupedLinear
+from zero_tp.parallel.grouped_linear import (
+    ColumnParallelGroupedLinear,
+    Routing,
+    RowParallelGroupedLinear,
+)
 from zero_tp.parallel.layout import Replicated, Sharded
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
@@ -33,8 +38,8 @@ from zero_tp.parallel.parameter import Normal, ParameterMaker
 class Router(nn.Module):
     """Choose each token's experts: a linear layer, softmax in fp32, the k most probable.
 
-    Its weight is replicated. A rank has only its part of the experts' outputs, and under SP only its tokens, so the
-    gradient is partial.
+    Its weight is replicated. A rank has only its part of the experts' outputs, and under SP only
+    its tokens, so the gradient is partial.
     """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
@@ -42,15 +47,19 @@ class Router(nn.Module):
         assert spec.experts is not None
         self.experts = spec.experts
         layout = Replicated("partial" if make.topology.tensor > 1 else "identical")
-        self.weight = make.parameter("weight", (spec.experts.count, spec.hidden), layout, Normal(spec.init_std))
+        self.weight = make.parameter(
+            "weight", (spec.experts.count, spec.hidden), layout, Normal(spec.init_std)
+        )
 
     def forward(
         self, tensor: Tensor, balance: RouterBalance | None, *, group: Group, sequence: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the weights, fp32, and indices of each token's experts. [s, b, h] → [n, k], int64 [n, k].
+        """Return the weights, fp32, and indices of each token's experts. [s, b, h] → [n, k], int64
+        [n, k].
 
-        Under SP each rank computes the logits of its shard [s/t, b, h], so all ranks choose by the same bits. Forward
-        all-gathers them, [s/t, b, E] → [s, b, E]; backward reduce-scatters their gradient.
+        Under SP each rank computes the logits of its shard [s/t, b, h], so all ranks choose by the
+        same bits. Forward all-gathers them, [s/t, b, E] → [s, b, E]; backward reduce-scatters their
+        gradient.
         """
         logits = F.linear(tensor.flatten(0, 1), self.weight)
         if sequence:
@@ -80,22 +89,32 @@ class SharedExpert(GatedMLP):
 
 
 class Experts(nn.Module):
-    """Σ over a token's k experts of weight · (activation(x Wᵍ) · x Wᵘ) Wᵈ, and the shared expert's output.
+    """Σ over a token's k experts of weight · (activation(x Wᵍ) · x Wᵘ) Wᵈ, and the shared expert's
+    output.
 
-    [s, b, h] → [s, b, h], shards under SP. No token is dropped, however many choose the same expert.
+    [s, b, h] → [s, b, h], shards under SP. No token is dropped, however many choose the same
+    expert.
     """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
         super().__init__()
         assert spec.experts is not None
-        count, size, shared = spec.experts.count, spec.experts.size, spec.experts.shared
-        init, residual_init = Normal(spec.init_std), Normal(spec.residual_std)
+        count = spec.experts.count
+        size = spec.experts.size
+        shared = spec.experts.shared
+        init = Normal(spec.init_std)
+        residual_init = Normal(spec.residual_std)
         self.topology = make.topology
         self.router = Router(make.child("router"), spec)
-        columns, rows = Sharded(1, (size, size)), Sharded(2, (size,))
-        self.gate_up = ColumnParallelGroupedLinear(make.child("gate_up"), count, spec.hidden, 2 * size, columns, init)
+        columns = Sharded(1, (size, size))
+        rows = Sharded(2, (size,))
+        self.gate_up = ColumnParallelGroupedLinear(
+            make.child("gate_up"), count, spec.hidden, 2 * size, columns, init
+        )
         self.activation = GatedActivation(spec.activation)
-        self.down = RowParallelGroupedLinear(make.child("down"), count, size, spec.hidden, rows, residual_init)
+        self.down = RowParallelGroupedLinear(
+            make.child("down"), count, size, spec.hidden, rows, residual_init
+        )
         self.shared = SharedExpert(make.child("shared"), spec, shared) if shared else None
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
@@ -104,11 +123,16 @@ class Experts(nn.Module):
 
     def _routed_output(self, tensor: Tensor, context: ForwardContext) -> Tensor:
         """Return the weighted sum of the k experts that the router chose for each token."""
-        group, sequence = self.topology.tensor_group, context.sequence
+        group = self.topology.tensor_group
+        sequence = context.sequence
         if not sequence:
             tensor = copy_to_tensor_region(tensor, group)
         weights, chosen = self.router(tensor, context.balance, group=group, sequence=sequence)
         routing = Routing.from_groups(chosen, self.router.experts.count)
         intermediate = self.gate_up(tensor, routing, sequence=sequence)
-        routed = self.down(self.activation(intermediate), weights, routing).unflatten(0, (-1, tensor.shape[1]))
-        return (reduce_scatter_to_sequence_region if sequence else reduce_from_tensor_region)(routed, group)
+        routed = self.down(self.activation(intermediate), weights, routing).unflatten(
+            0, (-1, tensor.shape[1])
+        )
+        return (reduce_scatter_to_sequence_region if sequence else reduce_from_tensor_region)(
+            routed, group
+        )

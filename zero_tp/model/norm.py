@@ -1,7 +1,8 @@
 """Norms over the last dimension, of whole activations [s, b, h] or of this rank's part of them.
 
-A part is a sequence shard [s/t, b, h] under SP, or the rank's heads. Then the gradients of weight and bias are partial
-too, and backward sums them over TP: one all-reduce for both, while it computes the input's gradient.
+A part is a sequence shard [s/t, b, h] under SP, or the rank's heads. Then the gradients of weight
+and bias are partial too, and backward sums them over TP: one all-reduce for both, while it computes
+the input's gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ class Norm(ElementwiseModule):
 class _PartialLayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor, epsilon: float, gradient_sum: GradientSum
+        ctx: Any,
+        tensor: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        epsilon: float,
+        gradient_sum: GradientSum,
     ) -> Tensor:
         normed, mean, scale = torch.native_layer_norm(tensor, weight.shape, weight, bias, epsilon)
         ctx.save_for_backward(tensor, mean, scale, weight, bias)
@@ -46,7 +52,9 @@ class _PartialLayerNorm(torch.autograd.Function):
         return normed
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         tensor, mean, scale, weight, bias = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
 
@@ -55,7 +63,11 @@ class _PartialLayerNorm(torch.autograd.Function):
                 gradient, tensor, weight.shape, mean, scale, weight, bias, list(wanted)
             )
 
-        reducing = ctx.gradient_sum.start(*gradients(False, True, True)[1:]) if needs_weight or needs_bias else None
+        reducing = (
+            ctx.gradient_sum.start(*gradients(False, True, True)[1:])
+            if needs_weight or needs_bias
+            else None
+        )
         input_gradient = gradients(True, False, False)[0] if needs_input else None
         weight_gradient, bias_gradient = reducing.wait() if reducing is not None else (None, None)
         return input_gradient, weight_gradient, bias_gradient, None, None
@@ -71,7 +83,9 @@ class LayerNorm(Norm):
     def forward(self, tensor: Tensor) -> Tensor:
         if self.gradient_sum is None:
             return F.layer_norm(tensor, self.weight.shape, self.weight, self.bias, self.epsilon)
-        output: Tensor = _PartialLayerNorm.apply(tensor, self.weight, self.bias, self.epsilon, self.gradient_sum)
+        output: Tensor = _PartialLayerNorm.apply(
+            tensor, self.weight, self.bias, self.epsilon, self.gradient_sum
+        )
         return output
 
 
@@ -96,27 +110,39 @@ def _rows_gradient(gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Compute x / √(mean(x²) + ε) in fp32, rounded, times the weight. Backward keeps x and one number per row."""
+    """Compute x / √(mean(x²) + ε) in fp32, rounded, times the weight. Backward keeps x and one
+    number per row.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, weight: Tensor, epsilon: float, gradient_sum: GradientSum | None, ops: ElementwiseOps
+        ctx: Any,
+        tensor: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        gradient_sum: GradientSum | None,
+        ops: ElementwiseOps,
     ) -> Tensor:
         normed, scale = ops.map_rows(_rms_norm, (_rows(tensor),), weight, epsilon)
         ctx.save_for_backward(tensor, weight, scale)
-        ctx.gradient_sum, ctx.ops = gradient_sum, ops
+        ctx.gradient_sum = gradient_sum
+        ctx.ops = ops
         output: Tensor = normed.view(tensor.shape)
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         tensor, weight, scale = ctx.saved_tensors
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         rows = (_rows(gradient), _rows(tensor), scale)
         reducing = weight_gradient = input_gradient = None
         if needs_weight:
             weight_gradient = ctx.ops.sum_rows(_weight_gradient, rows).to(weight.dtype)
-            reducing = ctx.gradient_sum.start(weight_gradient) if ctx.gradient_sum is not None else None
+            reducing = (
+                ctx.gradient_sum.start(weight_gradient) if ctx.gradient_sum is not None else None
+            )
         if needs_input:
             input_gradient = ctx.ops.map_rows(_rows_gradient, rows, weight).view(tensor.shape)
         if reducing is not None:
@@ -129,56 +155,87 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 class RMSNorm(Norm):
-    """Root mean square normalisation (arXiv 1910.07467, equation 4), with a weight. [*, h] → [*, h]."""
+    """Root mean square normalisation (arXiv 1910.07467, equation 4), with a weight. [*, h] → [*,
+    h].
+    """
 
     def forward(self, tensor: Tensor) -> Tensor:
-        output: Tensor = _RMSNorm.apply(tensor, self.weight, self.epsilon, self.gradient_sum, self.elementwise)
+        output: Tensor = _RMSNorm.apply(
+            tensor, self.weight, self.epsilon, self.gradient_sum, self.elementwise
+        )
         return output
 
 
 class _SplitRMSNorm(torch.autograd.Function):
     """Compute x / √(Σ x² / N + ε), of N features that are split over TP, times the weight.
 
-    Forward all-reduces each row's sum of squares, backward its product of gradient and normed features: [n, 1] in fp32.
-    If several ranks have a feature, each counts its `share` of it.
+    Forward all-reduces each row's sum of squares, backward its product of gradient and normed
+    features: [n, 1] in fp32. If several ranks have a feature, each counts its `share` of it.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, share: Tensor | float, size: int, epsilon: float, group: Group
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        share: Tensor | float,
+        size: int,
+        epsilon: float,
+        group: Group,
     ) -> Tensor:
         squares = all_reduce((rows.float().square() * share).sum(-1, keepdim=True), group)
         scale = torch.rsqrt(squares / size + epsilon)
         ctx.save_for_backward(rows, weight, scale)
-        ctx.share, ctx.size, ctx.group = share, size, group
+        ctx.share = share
+        ctx.size = size
+        ctx.group = group
         return weight * (rows.float() * scale).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, scale = ctx.saved_tensors
-        normed, normed_gradient = rows.float() * scale, (gradient * weight).float()
-        projection = all_reduce((normed_gradient * normed).sum(-1, keepdim=True), ctx.group) / ctx.size
+        normed = rows.float() * scale
+        normed_gradient = (gradient * weight).float()
+        projection = (
+            all_reduce((normed_gradient * normed).sum(-1, keepdim=True), ctx.group) / ctx.size
+        )
         rows_gradient = ((normed_gradient - normed * projection * ctx.share) * scale).to(rows.dtype)
-        return rows_gradient, _weight_gradient(gradient, rows, scale).to(weight.dtype), None, None, None, None
+        return (
+            rows_gradient,
+            _weight_gradient(gradient, rows, scale).to(weight.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class SplitRMSNorm(nn.Module):
-    """RMSNorm over the features of all heads together, of which a rank has some. [b, heads, s, d] → the same.
+    """RMSNorm over the features of all heads together, of which a rank has some. [b, heads, s, d] →
+    the same.
 
-    Ranks may share heads (see `GroupedQKV`). Each then counts such a head in part, and the weight's gradient is
-    partial.
+    Ranks may share heads (see `GroupedQKV`). Each then counts such a head in part, and the weight's
+    gradient is partial.
 
     Args:
         heads_by_rank: heads of each TP rank.
         size: features of a head, d.
     """
 
-    def __init__(self, make: ParameterMaker, heads_by_rank: Sequence[range], size: int, epsilon: float):
+    def __init__(
+        self, make: ParameterMaker, heads_by_rank: Sequence[range], size: int, epsilon: float
+    ):
         super().__init__()
-        own, count = heads_by_rank[make.topology.tensor_rank], heads_by_rank[-1].stop
-        self.size, self.total, self.epsilon, self.group = size, count * size, epsilon, make.topology.tensor_group
+        own = heads_by_rank[make.topology.tensor_rank]
+        count = heads_by_rank[-1].stop
+        self.size = size
+        self.total = count * size
+        self.epsilon = epsilon
+        self.group = make.topology.tensor_group
         shared = sum(map(len, heads_by_rank)) > count
-        self.ranks_per_head = [sum(head in heads for heads in heads_by_rank) for head in own] if shared else None
+        self.ranks_per_head = (
+            [sum(head in heads for heads in heads_by_rank) for head in own] if shared else None
+        )
         self.features = slice(own.start * size, own.stop * size)
         layout = Replicated("partial") if shared else Sharded(0, (self.total,))
         self.weight = make.parameter("weight", (self.total,), layout, ConstantInit(1.0))
@@ -186,11 +243,19 @@ class SplitRMSNorm(nn.Module):
     def forward(self, heads: Tensor) -> Tensor:
         share: Tensor | float = 1.0
         weight: Tensor = self.weight
-        if self.ranks_per_head is not None:  # a tensor from the host would synchronise with the device
-            parts = [weight.new_full((self.size,), 1 / count, dtype=torch.float32) for count in self.ranks_per_head]
-            share, weight = torch.cat(parts), weight[self.features]
+        if (
+            self.ranks_per_head is not None
+        ):  # a tensor from the host would synchronise with the device
+            parts = [
+                weight.new_full((self.size,), 1 / count, dtype=torch.float32)
+                for count in self.ranks_per_head
+            ]
+            share = torch.cat(parts)
+            weight = weight[self.features]
         joined = heads.permute(2, 0, 1, 3).flatten(2)  # [s, b, w]
-        normed: Tensor = _SplitRMSNorm.apply(_rows(joined), weight, share, self.total, self.epsilon, self.group)
+        normed: Tensor = _SplitRMSNorm.apply(
+            _rows(joined), weight, share, self.total, self.epsilon, self.group
+        )
         return normed.view(*joined.shape[:2], -1, self.size).permute(1, 2, 0, 3)
 
 

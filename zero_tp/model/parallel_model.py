@@ -1,6 +1,7 @@
 """ParallelModel, the base of all models: a Transformer with heads, split over the TP group.
 
-huggingface/ derives PreTrainedModels from them. Importing that class here would add a second to each rank's start.
+huggingface/ derives PreTrainedModels from them. Importing that class here would add a second to
+each rank's start.
 """
 
 from __future__ import annotations
@@ -34,12 +35,17 @@ UNREAD_BY_BUILT_MODELS = {"tie_word_embeddings", "pad_token_id", "initializer_ra
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Parse a name such as "bfloat16". For None and "auto" return None: the caller takes the config's."""
+    """Parse a name such as "bfloat16". For None and "auto" return None: the caller takes the
+    config's.
+    """
     if dtype is None or dtype == "auto":
         return None
     parsed = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
-        raise UserError(f'dtype: {shown(dtype)} is no floating dtype of torch; give one, such as "bfloat16", or "auto"')
+        raise UserError(
+            f'dtype: {shown(dtype)} is no floating dtype of torch; give one, such as "bfloat16", '
+            'or "auto"'
+        )
     return parsed
 
 
@@ -51,11 +57,13 @@ class ParallelModel(WrapperChecks, ABC):
         topology: the TP × DP grid; by default one process.
         seed: of the initial weights and of dropout. Initial weights are the same for every TP size.
         source: of the weights, instead of the seed.
-        dtype: of the weights, such as "bfloat16"; by default, and with "auto", the config's, else fp32.
+        dtype: of the weights, such as "bfloat16"; by default, and with "auto", the config's, else
+            fp32.
         device: of the weights; "meta" makes no data.
-        random_device: of dropout's generators; by default that of the weights, and the CPU for "meta".
-        spec: by default that of the config's architecture; another one may have fewer layers, or what a live model
-            changed after it was built.
+        random_device: of dropout's generators; by default that of the weights, and the CPU for
+            "meta".
+        spec: by default that of the config's architecture; another one may have fewer layers, or
+            what a live model changed after it was built.
 
     Attributes:
         generation_config: the weight source's, else derived from the config; None for encoders.
@@ -85,7 +93,8 @@ class ParallelModel(WrapperChecks, ABC):
         spec: TransformerSpec | None = None,
     ) -> None:
         config = self.config
-        self.topology, self.seed = topology or Topology(), seed
+        self.topology = topology or Topology()
+        self.seed = seed
         self.architecture = architecture_of(config)
         self._config_as_built = copy.deepcopy(self._config_fields())
         self.spec = spec or self.architecture.spec(config)
@@ -106,29 +115,41 @@ class ParallelModel(WrapperChecks, ABC):
         self.generation_config = getattr(source, "generation", None) or self.generation_config
 
     def _config_fields(self) -> dict[str, Any]:
-        """Return the config's fields that the layers read when they were built, and that nothing may change since.
+        """Return the config's fields that the layers read when they were built, and that nothing
+        may change since.
 
         A change of the others has no effect on transformers' built models either.
         """
-        fields, values = self.architecture.fields, vars(self.config)
-        read = {*fields.sizes, *fields.positive, *fields.choices, *fields.read, *fields.fixed, *FIXED_IN_EVERY_CONFIG}
+        fields = self.architecture.fields
+        values = vars(self.config)
+        read = {
+            *fields.sizes,
+            *fields.positive,
+            *fields.choices,
+            *fields.read,
+            *fields.fixed,
+            *FIXED_IN_EVERY_CONFIG,
+        }
         names = sorted((read & values.keys()) - UNREAD_BY_BUILT_MODELS)
         present = {name: values[name] for name in names if values[name] is not None}
         return {"eager attention": self.config._attn_implementation == "eager", **present}
 
     def check_config(self) -> None:
-        """Check that the config still describes the built layers; transformers' models read some fields in a forward.
+        """Check that the config still describes the built layers; transformers' models read some
+        fields in a forward.
 
         Raises:
             UserError: names a field that was changed.
         """
-        fields, built = self._config_fields(), self._config_as_built
+        fields = self._config_fields()
+        built = self._config_as_built
         if fields == built:
             return
         name = next(name for name in (*fields, *built) if fields.get(name) != built.get(name))
         values = f"{shown(built.get(name))} to {shown(fields.get(name))}"
         raise UserError(
-            f"config: {name} changed from {values} after the model was built, and its layers keep the old value; "
+            f"config: {name} changed from {values} after the model was built, and its layers keep "
+            "the old value; "
             "change it back, or build another model"
         )
 
@@ -139,18 +160,22 @@ class ParallelModel(WrapperChecks, ABC):
         return heads.get_output_embeddings().weight is self.transformer.embedding.word.weight
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the model on this rank. The copy is on the same topology, and has layouts and gradient hooks of its own.
+        """Copy the model on this rank. The copy is on the same topology, and has layouts and
+        gradient hooks of its own.
 
         Raises:
             UserError: ZeRO-3 has partitioned the parameters.
         """
         if any(hasattr(parameter, "ds_tensor") for parameter in self.parameters()):
             raise UserError(
-                "copy.deepcopy: ZeRO-3 has partitioned the parameters, and a rank has a part of each; copy the model "
+                "copy.deepcopy: ZeRO-3 has partitioned the parameters, and a rank has a part of "
+                "each; copy the model "
                 "before training starts, or open its save_pretrained directory"
             )
         topology = self.topology
-        memo |= {id(shared): shared for shared in (topology, topology.tensor_group, topology.data_group)}
+        memo |= {
+            id(shared): shared for shared in (topology, topology.tensor_group, topology.data_group)
+        }
         copied = memo[id(self)] = type(self).__new__(type(self))
         vars(copied).update(copy.deepcopy(vars(self), memo))
         for name, parameter in self.named_parameters():
@@ -158,11 +183,14 @@ class ParallelModel(WrapperChecks, ABC):
         copied.gradient_hooks = GradientHooks(copied, topology.tensor_group)
         return copied
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Copy weights into the parameters. `assign` is refused, because it would replace them."""
         if assign:
             raise UserError(
-                "load_state_dict: assign=True would replace parameters by tensors without layouts and gradient hooks; "
+                "load_state_dict: assign=True would replace parameters by tensors without layouts "
+                "and gradient hooks; "
                 "leave it out, which copies the values"
             )
         return super().load_state_dict(state_dict, strict)
@@ -170,12 +198,15 @@ class ParallelModel(WrapperChecks, ABC):
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
         """Refuse, because it would replace the parameters of a model on the meta device."""
         raise UserError(
-            "to_empty: it would replace parameters by tensors without layouts and gradient hooks; build the model with "
+            "to_empty: it would replace parameters by tensors without layouts and gradient hooks; "
+            "build the model with "
             f"device={shown(str(device))}"
         )
 
     def _apply(self, *arguments: Any, **options: Any) -> Any:
-        """Move or cast the model. On another device the random streams restart: dropout draws from the device's own."""
+        """Move or cast the model. On another device the random streams restart: dropout draws
+        from the device's own.
+        """
         moved = super()._apply(*arguments, **options)
         device = next(self.parameters()).device
         follows_weights = self._random_device is None and device.type != "meta"
@@ -190,11 +221,15 @@ class ParallelModel(WrapperChecks, ABC):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Return the names of an output's metrics other than the loss; they have the loss's divisors."""
+        """Return the names of an output's metrics other than the loss; they have the loss's
+        divisors.
+        """
         return ()
 
     @abstractmethod
-    def metric_sums(self, output: Any, arguments: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    def metric_sums(
+        self, output: Any, arguments: Mapping[str, Tensor]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
         """Return (sum, count) of each metric of an output with `reduction="none"`, fp64 and int64.
 
         The loss is the metric "loss", or the sum of the metrics whose names end in "loss".
@@ -217,28 +252,36 @@ class ParallelModel(WrapperChecks, ABC):
         )
 
     def _runs_sequence_parallel(self, length: int) -> bool:
-        """Return whether this forward uses SP. Without gradients, a length that is no multiple of t turns it off."""
+        """Return whether this forward uses SP. Without gradients, a length that is no multiple
+        of t turns it off.
+        """
         topology = self.topology
         if not topology.sequence or length % topology.tensor == 0:
             return topology.sequence
         if torch.is_grad_enabled():
             raise UserError(
-                f"sequence length {length} does not divide by tensor parallel size {topology.tensor}, which training "
-                "under sequence parallelism needs; pad it, or set zero_tp.parallel.sequence to false"
+                f"sequence length {length} does not divide by tensor parallel size "
+                f"{topology.tensor}, which training "
+                "under sequence parallelism needs; pad it, or set zero_tp.parallel.sequence to "
+                "false"
             )
         if self.training and any(vars(self.spec.dropouts).values()):
             raise UserError(
-                f"sequence length {length} does not divide by tensor parallel size {topology.tensor} and dropout is "
+                f"sequence length {length} does not divide by tensor parallel size "
+                f"{topology.tensor} and dropout is "
                 "on; call model.eval() first"
             )
         return False
 
     def _check_ids(self, what: str, ids: Tensor, *, ignore: int | None = None) -> None:
-        # Under TP a token id that no rank holds would silently look up zeros, and as a label get a logit of zero.
+        # Under TP a token id that no rank holds would silently look up zeros, and as a label get a
+        # logit of zero.
         inside = (ids >= 0) & (ids < self.spec.vocabulary)
         if ignore is not None:
             inside |= ids == ignore
-        allowed = f"[0, vocab_size = {self.spec.vocabulary})" + ("" if ignore is None else f" or {ignore}")
+        allowed = f"[0, vocab_size = {self.spec.vocabulary})" + (
+            "" if ignore is None else f" or {ignore}"
+        )
         torch._assert_async(inside.all(), f"{what} must be in {allowed}")
 
     def _check_call(self, output: str, reduction: str, return_dict: bool | None) -> None:
@@ -248,14 +291,20 @@ class ParallelModel(WrapperChecks, ABC):
         if return_dict is False:
             raise ValueError(f"return_dict=False: outputs are {output}; take what you need by name")
         if self.topology.tensor > 1 and self.topology.tensor_group is None:
-            raise RuntimeError("the topology only describes a grid; a forward needs its process groups")
+            raise RuntimeError(
+                "the topology only describes a grid; a forward needs its process groups"
+            )
 
     def _check_length(self, length: int) -> None:
         if self.spec.position == "learned" and length > self.spec.positions:
-            raise UserError(f"sequence length {length} exceeds the model's {self.spec.positions} positions")
+            raise UserError(
+                f"sequence length {length} exceeds the model's {self.spec.positions} positions"
+            )
 
 
 def check_shape(name: str, tensor: Tensor | None, rows: tuple[int, ...], columns: int) -> None:
     """Check that an argument, if given, has the shape [one of `rows`, columns]."""
-    if tensor is not None and (tensor.ndim != 2 or tensor.shape[0] not in rows or tensor.shape[1] != columns):
+    if tensor is not None and (
+        tensor.ndim != 2 or tensor.shape[0] not in rows or tensor.shape[1] != columns
+    ):
         raise ValueError(f"{name} is {tuple(tensor.shape)}, expected {(rows[-1], columns)}")

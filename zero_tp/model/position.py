@@ -18,7 +18,9 @@ from zero_tp.parallel.parameter import Normal, ParameterMaker
 
 
 class LearnedEmbedding(nn.Module):
-    """One vector per position or token type. Under SP each rank looks up its own tokens, so gradients are partial."""
+    """One vector per position or token type. Under SP each rank looks up its own tokens, so
+    gradients are partial.
+    """
 
     def __init__(self, make: ParameterMaker, count: int, hidden: int, *, init: Normal):
         super().__init__()
@@ -48,17 +50,22 @@ def compute_cos_sin(rotary: Rotary, positions: Tensor, length: int, dtype: torch
 
 
 def _rotate(tensor: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    rotary_part, other_part = tensor[..., : cosine.shape[-1]], tensor[..., cosine.shape[-1] :]
+    rotary_part = tensor[..., : cosine.shape[-1]]
+    other_part = tensor[..., cosine.shape[-1] :]
     first, second = rotary_part.chunk(2, -1)
     rotated = rotary_part * cosine + torch.cat((-second, first), -1) * sine
     return rotated if other_part.shape[-1] == 0 else torch.cat((rotated, other_part), -1)
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotate by the angles; backward rotates by the negative angles, and rounds as autograd would."""
+    """Rotate by the angles; backward rotates by the negative angles, and rounds as autograd
+    would.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps
+    ) -> Tensor:
         ctx.save_for_backward(cosine, sine)
         ctx.ops = ops
         return _rotate_rows(tensor, cosine, sine, ops)
@@ -70,13 +77,17 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate_rows(tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps) -> Tensor:
-    """Rotate with one row per position. [b, heads, s, d] → the same shape, with positions outermost in memory."""
+    """Rotate with one row per position. [b, heads, s, d] → the same shape, with positions
+    outermost in memory.
+    """
     by_position = [part.permute(2, 0, 1, 3) for part in (tensor, cosine, sine)]
     rotated: Tensor = ops.map_rows(_rotate, by_position)
     return rotated.permute(1, 2, 0, 3)
 
 
 def apply_rotary(tensor: Tensor, cos_sin: CosSin, ops: ElementwiseOps) -> Tensor:
-    """Rotate the first r features of every head, feature i with feature i + r/2. [b, heads, s, d] → the same shape."""
+    """Rotate the first r features of every head, feature i with feature i + r/2. [b, heads, s,
+    d] → the same shape.
+    """
     rotated: Tensor = _Rotate.apply(tensor, *cos_sin, ops)
     return rotated

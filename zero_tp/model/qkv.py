@@ -18,9 +18,15 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 def heads_by_rank(heads: int, kv_heads: int, tensor: int) -> list[range]:
-    """Return the KV heads that each TP rank's queries need; ranks share some if `tensor` does not divide `kv_heads`."""
-    local, group_size = heads // tensor, heads // kv_heads
-    return [range(r * local // group_size, ((r + 1) * local - 1) // group_size + 1) for r in range(tensor)]
+    """Return the KV heads that each TP rank's queries need; ranks share some if `tensor` does
+    not divide `kv_heads`.
+    """
+    local = heads // tensor
+    group_size = heads // kv_heads
+    return [
+        range(r * local // group_size, ((r + 1) * local - 1) // group_size + 1)
+        for r in range(tensor)
+    ]
 
 
 def _split_heads(tensor: Tensor, head_size: int) -> Tensor:
@@ -29,11 +35,15 @@ def _split_heads(tensor: Tensor, head_size: int) -> Tensor:
 
 
 class FusedQKV(ColumnParallelLinear):
-    """One weight of Q | K | V blocks, each split by heads, for models with as many KV heads as query heads."""
+    """One weight of Q | K | V blocks, each split by heads, for models with as many KV heads as
+    query heads.
+    """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
         width = spec.heads * spec.head_size
-        super().__init__(make, spec.hidden, (width, width, width), bias=spec.qkv_bias, init=Normal(spec.init_std))
+        super().__init__(
+            make, spec.hidden, (width, width, width), bias=spec.qkv_bias, init=Normal(spec.init_std)
+        )
         self.head_size = spec.head_size
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Heads:  # type: ignore[override]
@@ -51,21 +61,26 @@ class FusedQKV(ColumnParallelLinear):
 class GroupedQKV(nn.Module):
     """Fewer KV heads than heads (arXiv 2305.13245): separate query, key and value weights.
 
-    If t does not divide k, keys and values are replicated. A rank then computes the heads that its queries need, and a
-    hook sums the partial gradients over TP. The parameters' names are the same on every topology.
+    If t does not divide k, keys and values are replicated. A rank then computes the heads that its
+    queries need, and a hook sums the partial gradients over TP. The parameters' names are the same
+    on every topology.
     """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
         super().__init__()
         topology = make.topology
-        self.head_size, self.topology = spec.head_size, topology
-        width, kv_width = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
+        self.head_size = spec.head_size
+        self.topology = topology
+        width = spec.heads * spec.head_size
+        kv_width = spec.kv_heads * spec.head_size
         split = spec.kv_heads % topology.tensor == 0
         replicated: Layout = Replicated("partial")
         kv_layout = Sharded(0, (kv_width,)) if split else replicated
 
         def bias(name: str, size: int, layout: Layout) -> nn.Parameter | None:
-            return make.parameter(name, (size,), layout, ConstantInit(0.0)) if spec.qkv_bias else None
+            return (
+                make.parameter(name, (size,), layout, ConstantInit(0.0)) if spec.qkv_bias else None
+            )
 
         init = Normal(spec.init_std)
         self.query = make.parameter("query", (width, spec.hidden), Sharded(0, (width,)), init)
@@ -77,7 +92,8 @@ class GroupedQKV(nn.Module):
 
         own = heads_by_rank(spec.heads, spec.kv_heads, topology.tensor)[topology.tensor_rank]
         self.rows = None if split else slice(own.start * spec.head_size, own.stop * spec.head_size)
-        local, group_size = spec.heads // topology.tensor, spec.heads // spec.kv_heads
+        local = spec.heads // topology.tensor
+        group_size = spec.heads // spec.kv_heads
         queries = range(topology.tensor_rank * local, (topology.tensor_rank + 1) * local)
         counts = [sum(query // group_size == head for query in queries) for head in own]
         # With k = 3 and t = 2 a rank may have 4 queries of one KV head and 2 of another.
@@ -85,14 +101,19 @@ class GroupedQKV(nn.Module):
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Heads:
         """Project [s, b, h], a sequence shard when `sequence`, to heads of the whole sequence."""
-        weights, biases = (self.query, self.key, self.value), (self.query_bias, self.key_bias, self.value_bias)
+        weights = (self.query, self.key, self.value)
+        biases = (self.query_bias, self.key_bias, self.value_bias)
         rows = (None, self.rows, self.rows)
-        projected = column_parallel_linear(tensor, weights, biases, self.topology, sequence=sequence, rows=rows)
+        projected = column_parallel_linear(
+            tensor, weights, biases, self.topology, sequence=sequence, rows=rows
+        )
         query, key, value = (_split_heads(part, self.head_size) for part in projected)
         return query, key, value
 
     def repeat_for_queries(self, key_or_value: Tensor) -> Tensor:
-        """Repeat KV heads [b, KV heads, s, d] if they serve different numbers of queries; the cores repeat evenly."""
+        """Repeat KV heads [b, KV heads, s, d] if they serve different numbers of queries; the
+        cores repeat evenly.
+        """
         if self.queries_per_head is None:
             return key_or_value
         # An index tensor would be copied to the device, which synchronises.

@@ -1,8 +1,10 @@
-"""The load-balancing loss of routers (arXiv 2101.03961, equations 4 to 6), over all layers of one forward.
+"""The load-balancing loss of routers (arXiv 2101.03961, equations 4 to 6), over all layers of one
+forward.
 
-It is transformers' `load_balancing_loss_func`: E · Σₑ fₑ Pₑ. fₑ counts an expert's choices, Pₑ sums its probabilities
-over the tokens of all layers; both are divided by the number of these tokens. As in transformers, each micro-batch of a
-replica has its own loss, because it is not linear in fₑ and Pₑ. DeepSpeed averages over micro-batches and DP ranks.
+It is transformers' `load_balancing_loss_func`: E · Σₑ fₑ Pₑ. fₑ counts an expert's choices, Pₑ sums
+its probabilities over the tokens of all layers; both are divided by the number of these tokens. As
+in transformers, each micro-batch of a replica has its own loss, because it is not linear in fₑ and
+Pₑ. DeepSpeed averages over micro-batches and DP ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from zero_tp.model.architectures.spec import ExpertsSpec
 
 
 class _Loss(torch.autograd.Function):
-    """Return the hidden states and the loss. Its backward precedes those of all layers, which read the gradient."""
+    """Return the hidden states and the loss. Its backward precedes those of all layers, which
+    read the gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, balance: RouterBalance) -> tuple[Tensor, Tensor]:
         ctx.balance = balance
-        fraction, probability = balance.choices / balance.tokens, balance.probability_sums / balance.tokens
+        fraction = balance.choices / balance.tokens
+        probability = balance.probability_sums / balance.tokens
         return hidden.view_as(hidden), balance.experts.count * (fraction * probability).sum()
 
     @staticmethod
@@ -33,33 +38,45 @@ class _Loss(torch.autograd.Function):
 
 
 class RouterBalance:
-    """Count the routers' choices in one forward, and add the loss's gradient to that of their probabilities.
+    """Count the routers' choices in one forward, and add the loss's gradient to that of their
+    probabilities.
 
-    Layers do not return the statistics, because a recomputed layer keeps and returns only the residual stream. A router
-    that runs again in backward is not counted again.
+    Layers do not return the statistics, because a recomputed layer keeps and returns only the
+    residual stream. A router that runs again in backward is not counted again.
 
     Args:
         experts: the spec's settings.
         mask: [b, s], 1 for a token and 0 for padding, which is not counted; None without padding.
-        tensor_size: t, which divides the loss's gradient: every TP rank adds the same one, and backward sums them.
+        tensor_size: t, which divides the loss's gradient: every TP rank adds the same one, and
+            backward sums them.
         device: where the routers compute.
 
     Attributes:
-        choices, probability_sums: each expert's choices and its summed probabilities over the counted tokens, fp32 [E].
+        choices, probability_sums: each expert's choices and its summed probabilities over the
+            counted tokens, fp32 [E].
         tokens: number of counted tokens; each layer counts a token once.
         gradient: of a counted token's probabilities, fp32 [E]; set by the loss's backward.
     """
 
-    def __init__(self, experts: ExpertsSpec, mask: Tensor | None, tensor_size: int, device: torch.device):
-        self.experts, self.tensor_size = experts, tensor_size
-        self._mask = None if mask is None else mask.t().float().reshape(-1, 1)  # [s·b, 1], in the routers' order
+    def __init__(
+        self, experts: ExpertsSpec, mask: Tensor | None, tensor_size: int, device: torch.device
+    ):
+        self.experts = experts
+        self.tensor_size = tensor_size
+        self._mask = (
+            None if mask is None else mask.t().float().reshape(-1, 1)
+        )  # [s·b, 1], in the routers' order
         self._is_counted = False
         self.gradient: Tensor | None = None
-        self.choices, self.probability_sums = torch.zeros(2, experts.count, dtype=torch.float32, device=device)
+        self.choices, self.probability_sums = torch.zeros(
+            2, experts.count, dtype=torch.float32, device=device
+        )
         self.tokens: Tensor | float = 0.0
 
     def observe(self, logits: Tensor, probabilities: Tensor) -> None:
-        """Count one layer's choices, and let the gradient of its probabilities include the loss's. [n, E] each."""
+        """Count one layer's choices, and let the gradient of its probabilities include the
+        loss's. [n, E] each.
+        """
         if not self._is_counted:
             # transformers' loss computes softmax and top-k again, in the logits' dtype.
             rounded = logits.detach().softmax(-1)
@@ -68,7 +85,9 @@ class RouterBalance:
             tokens: Tensor | float = float(len(rounded))
             rounded = rounded.float()
             if self._mask is not None:
-                ones, rounded, tokens = ones * self._mask, rounded * self._mask, self._mask.sum()
+                ones = ones * self._mask
+                rounded = rounded * self._mask
+                tokens = self._mask.sum()
             self.choices.scatter_add_(0, chosen.flatten(), ones.flatten())
             self.probability_sums += rounded.sum(0)
             self.tokens = self.tokens + tokens
@@ -81,7 +100,9 @@ class RouterBalance:
         return gradient + (self.gradient if self._mask is None else self._mask * self.gradient)
 
     def loss(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the layers' output, to be used instead of `hidden`, and the loss, fp32 scalar without coefficient."""
+        """Return the layers' output, to be used instead of `hidden`, and the loss, fp32 scalar
+        without coefficient.
+        """
         self._is_counted = True
         outputs: tuple[Tensor, Tensor] = _Loss.apply(hidden, self)
         return outputs

@@ -1,6 +1,7 @@
 """The Transformer: embedding, layers and, unless the layers are post-norm, a final norm.
 
-s sequence, b batch, h hidden, v vocabulary, t TP size. The residual stream is [s, b, h], under SP [s/t, b, h].
+s sequence, b batch, h hidden, v vocabulary, t TP size. The residual stream is [s, b, h], under SP
+[s/t, b, h].
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
 
 
 class Embedding(nn.Module):
-    """Sum of the word, token type and position embeddings that the spec has; then an optional norm, and dropout.
+    """Sum of the word, token type and position embeddings that the spec has; then an optional norm,
+    and dropout.
 
     Token ids [s, b] → [s, b, h], [s/t, b, h] under SP.
     """
@@ -33,24 +35,37 @@ class Embedding(nn.Module):
         init = Normal(spec.init_std)
         self.tensor_rank = make.topology.tensor_rank
         self.word = VocabParallelEmbedding(
-            make.child("word"), spec.vocabulary, spec.hidden, init=init, padding_token=spec.padding_token
+            make.child("word"),
+            spec.vocabulary,
+            spec.hidden,
+            init=init,
+            padding_token=spec.padding_token,
         )
         self.position = self.token_type = None
         if spec.position == "learned":
-            self.position = LearnedEmbedding(make.child("position"), spec.positions, spec.hidden, init=init)
+            self.position = LearnedEmbedding(
+                make.child("position"), spec.positions, spec.hidden, init=init
+            )
         if spec.token_types:
-            self.token_type = LearnedEmbedding(make.child("token_type"), spec.token_types, spec.hidden, init=init)
+            self.token_type = LearnedEmbedding(
+                make.child("token_type"), spec.token_types, spec.hidden, init=init
+            )
         self.norm: nn.Module = nn.Identity()
         if spec.embedding_norm:
             sharded = make.topology.sequence
-            self.norm = NORMS[spec.norm](make.child("norm"), spec.hidden, spec.norm_epsilon, sharded_input=sharded)
+            self.norm = NORMS[spec.norm](
+                make.child("norm"), spec.hidden, spec.norm_epsilon, sharded_input=sharded
+            )
         self.dropout = dropout
 
-    def forward(self, tokens: Tensor, positions: Tensor, types: Tensor | None = None, *, sequence: bool) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, types: Tensor | None = None, *, sequence: bool
+    ) -> Tensor:
         """Embed `tokens`; `tokens`, `types` and `positions` [s, b or 1] are whole even under SP.
 
         Args:
-            types: rows of the token type embedding, by default 0; without one, token ids whose vectors are added.
+            types: rows of the token type embedding, by default 0; without one, token ids whose
+                vectors are added.
         """
         stream = self.word(tokens, sequence=sequence)
         length = stream.shape[0]
@@ -65,26 +80,44 @@ class Embedding(nn.Module):
         return self.dropout(self.norm(stream))
 
 
-MLPS: dict[str, type[MLP] | type[GatedMLP] | type[Experts]] = {"mlp": MLP, "gated": GatedMLP, "experts": Experts}
+MLPS: dict[str, type[MLP] | type[GatedMLP] | type[Experts]] = {
+    "mlp": MLP,
+    "gated": GatedMLP,
+    "experts": Experts,
+}
 
 
 class TransformerLayer(nn.Module):
     """The parts of a layer; subclasses connect them to the residual stream, whose shape they keep.
 
     Attributes:
-        recomputed_norms: norms whose outputs backward can recompute, each with the module that reads its output.
+        recomputed_norms: norms whose outputs backward can recompute, each with the module that
+            reads its output.
     """
 
-    recomputed_norms: ClassVar[tuple[tuple[str, str], ...]] = (("attention_norm", "attention"), ("mlp_norm", "mlp"))
+    recomputed_norms: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("attention_norm", "attention"),
+        ("mlp_norm", "mlp"),
+    )
 
     def __init__(
-        self, make: ParameterMaker, spec: TransformerSpec, streams: RandomStreams, dropout: Dropout, number: int
+        self,
+        make: ParameterMaker,
+        spec: TransformerSpec,
+        streams: RandomStreams,
+        dropout: Dropout,
+        number: int,
     ):
         super().__init__()
-        norm, sharded = NORMS[spec.norm], make.topology.sequence
-        self.attention_norm = norm(make.child("attention_norm"), spec.hidden, spec.norm_epsilon, sharded_input=sharded)
+        norm = NORMS[spec.norm]
+        sharded = make.topology.sequence
+        self.attention_norm = norm(
+            make.child("attention_norm"), spec.hidden, spec.norm_epsilon, sharded_input=sharded
+        )
         self.attention = Attention(make.child("attention"), spec, streams, number)
-        self.mlp_norm = norm(make.child("mlp_norm"), spec.hidden, spec.norm_epsilon, sharded_input=sharded)
+        self.mlp_norm = norm(
+            make.child("mlp_norm"), spec.hidden, spec.norm_epsilon, sharded_input=sharded
+        )
         self.mlp = MLPS[spec.mlps[number]](make.child("mlp"), spec)
         self.dropout = dropout
 
@@ -98,7 +131,9 @@ class SequentialLayer(TransformerLayer):
 
 
 class PostNormLayer(TransformerLayer):
-    """Post-norm: the residual stream itself is normed, after each sum (arXiv 1706.03762, section 3.1)."""
+    """Post-norm: the residual stream itself is normed, after each sum (arXiv 1706.03762, section
+    3.1).
+    """
 
     recomputed_norms = (("attention_norm", "mlp"),)
 
@@ -108,7 +143,9 @@ class PostNormLayer(TransformerLayer):
 
 
 class ParallelLayer(TransformerLayer):
-    """Attention and MLP both start from the layer's input (GPT-NeoX-20B, arXiv 2204.06745, section 2.1)."""
+    """Attention and MLP both start from the layer's input (GPT-NeoX-20B, arXiv 2204.06745,
+    section 2.1).
+    """
 
     def forward(self, x: Tensor, *, context: ForwardContext) -> Tensor:
         mlp = self.dropout(self.mlp(self.mlp_norm(x), context=context))
@@ -131,34 +168,52 @@ class Transformer(nn.Module):
         stream = PER_RANK if make.topology.sequence else SHARED
         self.spec = spec
         self._longest = spec.positions
-        self.embedding = Embedding(make.child("embedding"), spec, Dropout(spec.dropouts.embedding, streams, stream))
+        self.embedding = Embedding(
+            make.child("embedding"), spec, Dropout(spec.dropouts.embedding, streams, stream)
+        )
         self.layers = nn.ModuleList(
             LAYERS[spec.layer](
-                make.child(f"layers.{number}"), spec, streams, Dropout(spec.dropouts.residual, streams, stream), number
+                make.child(f"layers.{number}"),
+                spec,
+                streams,
+                Dropout(spec.dropouts.residual, streams, stream),
+                number,
             )
             for number in range(spec.layers)
         )
         self.final_norm: nn.Module = nn.Identity()
         if spec.layer != "post_norm":
             self.final_norm = NORMS[spec.norm](
-                make.child("final_norm"), spec.hidden, spec.norm_epsilon, sharded_input=make.topology.sequence
+                make.child("final_norm"),
+                spec.hidden,
+                spec.norm_epsilon,
+                sharded_input=make.topology.sequence,
             )
 
-    def context(self, length: int, like: Tensor, inputs: ForwardInputs, *, sequence: bool) -> ForwardContext:
+    def context(
+        self, length: int, like: Tensor, inputs: ForwardInputs, *, sequence: bool
+    ) -> ForwardContext:
         """Return masks, rotary tables and cache, which all layers share, for `length` tokens.
 
         Args:
             like: has the dtype and device of the activations.
         """
-        past, cache, positions = inputs.past, inputs.cache, inputs.positions
+        past = inputs.past
+        cache = inputs.cache
+        positions = inputs.positions
         build_mask = CORES[self.spec.attention].build_mask
         masks: dict[int | None, Tensor | VarlenMask | None] = {}
         for number, window in enumerate(self.spec.windows):
             if window not in masks:
-                keys, first = cache.get_mask_sizes(length, number) if cache is not None else (length, 0)
+                keys, first = (
+                    cache.get_mask_sizes(length, number) if cache is not None else (length, 0)
+                )
                 limits = (inputs.padding_mask, inputs.packed, window, self.spec.causal)
-                masks[window] = build_mask(AttentionMask(length, keys, past, first, *limits), self.spec, like)
-        rotary, cos_sin = self.spec.rotary, None
+                masks[window] = build_mask(
+                    AttentionMask(length, keys, past, first, *limits), self.spec, like
+                )
+        rotary = self.spec.rotary
+        cos_sin = None
         if rotary is not None:
             total_length = past + length
             if positions is None:
@@ -173,19 +228,25 @@ class Transformer(nn.Module):
     def _scaled_length(self, length: int) -> int:
         """Return the length that dynamic scaling of rotary frequencies uses in this forward.
 
-        As in transformers, it is that of the longest forward since one was shorter than the positions.
+        As in transformers, it is that of the longest forward since one was shorter than the
+        positions.
         """
-        self._longest = self.spec.positions if length < self.spec.positions else max(self._longest, length)
+        self._longest = (
+            self.spec.positions if length < self.spec.positions else max(self._longest, length)
+        )
         return self._longest
 
-    def forward(self, tokens: Tensor, *, inputs: ForwardInputs, types: Tensor | None = None, sequence: bool) -> Tensor:
+    def forward(
+        self, tokens: Tensor, *, inputs: ForwardInputs, types: Tensor | None = None, sequence: bool
+    ) -> Tensor:
         """Return the hidden states after the last norm.
 
         Args:
             types: of the tokens, [s, b]; by default 0, or none where they are token ids.
             sequence: run on sequence shards (SP).
         """
-        length, positions = len(tokens), inputs.positions
+        length = len(tokens)
+        positions = inputs.positions
         if positions is None:
             positions = torch.arange(inputs.past, inputs.past + length, device=tokens.device)[None]
         stream = self.embedding(tokens, positions.t(), types, sequence=sequence)

@@ -1,4 +1,6 @@
-"""Compare and share values between ranks: a run's files and decisions, the tokens and random numbers of `generate`."""
+"""Compare and share values between ranks: a run's files and decisions, the tokens and random
+numbers of `generate`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def require_same_on_all_ranks(values: Mapping[str, str]) -> None:
-    """Check that all ranks have read the same values. Collective: 32 bytes a rank, all values only if they differ.
+    """Check that all ranks have read the same values. Collective: 32 bytes a rank, all values only
+    if they differ.
 
     Args:
         values: this rank's values by name; the name starts the error message of a difference.
@@ -39,7 +42,14 @@ def require_same_on_all_ranks(values: Mapping[str, str]) -> None:
         UserError: on every rank, naming the ranks and their hosts.
     """
     own = dict(values)
-    if len(set(all_gather_object(hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()))) == 1:
+    if (
+        len(
+            set(
+                all_gather_object(hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest())
+            )
+        )
+        == 1
+    ):
         return
     ranks = all_gather_object((own, socket.gethostname()))
     for name in {name: None for values_of_rank, _ in ranks for name in values_of_rank}:
@@ -48,17 +58,20 @@ def require_same_on_all_ranks(values: Mapping[str, str]) -> None:
             ranks_by_value.setdefault(values_of_rank.get(name, "nothing"), []).append(rank)
         if len(ranks_by_value) > 1:
             differences = "; ".join(
-                f"{value} on {name_ranks(numbers)} ({', '.join(sorted({ranks[rank][1] for rank in numbers})[:3])})"
+                f"{value} on {name_ranks(numbers)} "
+                f"({', '.join(sorted({ranks[rank][1] for rank in numbers})[:3])})"
                 for value, numbers in list(ranks_by_value.items())[:4]
             )
             raise UserError(
-                f"{name}: {differences}; put it on storage that all nodes share, or wait until they all see "
+                f"{name}: {differences}; put it on storage that all nodes share, or wait until "
+                "they all see "
                 "the same content"
             )
 
 
 def on_rank_zero(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and return its result, or raise its error, on every rank. Collective: one broadcast.
+    """Run `work` on rank 0 and return its result, or raise its error, on every rank. Collective:
+    one broadcast.
 
     Raises:
         UserError: `work` raised it, or an `OSError`.
@@ -81,7 +94,9 @@ def on_rank_zero(work: Callable[[], T]) -> T:
 
 
 def check_on_all_ranks(check: Callable[[], None]) -> None:
-    """Run a check on every rank; raise the `UserError` of the lowest failing rank on all of them. Collective."""
+    """Run a check on every rank; raise the `UserError` of the lowest failing rank on all of
+    them. Collective.
+    """
     own: UserError | None = None
     try:
         check()
@@ -98,36 +113,48 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return a number of 63 bits that depends on each tensor's name, dtype, shape and bytes, int64 on their device."""
-    signature = repr([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
+    """Return a number of 63 bits that depends on each tensor's name, dtype, shape and bytes,
+    int64 on their device.
+    """
+    signature = repr(
+        [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    )
     total = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:7], "little")
     sums = []
     for number, tensor in enumerate(tensors.values()):
         content = tensor.detach().contiguous().view(-1).view(torch.uint8)
         positions = torch.arange(1, content.numel() + 1, device=tensor.device)
-        # Each position of each tensor has a different odd factor: changing a byte, or swapping two, changes the sum.
+        # Each position of each tensor has a different odd factor: changing a byte, or swapping two,
+        # changes the sum.
         factors = (positions * 0x1E3779B97F4A7C15 + 2 * number).bitwise_xor(positions >> 7) | 1
         sums.append((content * factors).sum())
     return (torch.stack(sums).sum() + total) >> 1
 
 
 def differ_over(group: Group, numbers: Tensor) -> Tensor:
-    """Return which integers differ between the group's ranks. [*] → bool [*]; one all-reduce of [2, *]."""
+    """Return which integers differ between the group's ranks. [*] → bool [*]; one all-reduce of
+    [2, *].
+    """
     extrema = torch.stack((numbers, -numbers))
     dist.all_reduce(extrema, dist.ReduceOp.MAX, group=group)
     return extrema[0] != -extrema[1]
 
 
 def agree_on_tokens(group: Group, *tokens: Tensor) -> bool:
-    """Return whether the token tensors are equal on all ranks of the group. All-reduce of two numbers."""
+    """Return whether the token tensors are equal on all ranks of the group. All-reduce of two
+    numbers.
+    """
     if group_size(group) == 1:
         return True
-    return not differ_over(group, checksum({str(number): tensor for number, tensor in enumerate(tokens)})).item()
+    return not differ_over(
+        group, checksum({str(number): tensor for number, tensor in enumerate(tokens)})
+    ).item()
 
 
 @contextmanager
 def broadcast_rng_state(group: Group, device: torch.device) -> Iterator[None]:
-    """Draw the random numbers of the group's first rank on every rank. Broadcasts the default generators' states.
+    """Draw the random numbers of the group's first rank on every rank. Broadcasts the default
+    generators' states.
 
     The other ranks' generators are restored afterwards.
     """

@@ -1,11 +1,11 @@
 """The collectives inside a layer, and the conjugate operators built on them.
 
-Tensor parallelism uses f and f̄, sequence parallelism g and ḡ (arXiv 2205.05198, figures 4 and 5). Each pair is
-conjugate: what one does forward the other does backward. A column-parallel layer runs f or g itself, and overlaps its
-backward with GEMMs (linear.py).
+Tensor parallelism uses f and f̄, sequence parallelism g and ḡ (arXiv 2205.05198, figures 4 and 5).
+Each pair is conjugate: what one does forward the other does backward. A column-parallel layer runs
+f or g itself, and overlaps its backward with GEMMs (linear.py).
 
-Shapes: s sequence, b batch, h hidden, t TP size. Activations are [s, b, h]; a sequence shard is [s/t, b, h].
-The group is always an argument; a group of one rank communicates nothing.
+Shapes: s sequence, b batch, h hidden, t TP size. Activations are [s, b, h]; a sequence shard is
+[s/t, b, h]. The group is always an argument; a group of one rank communicates nothing.
 """
 
 from __future__ import annotations
@@ -35,13 +35,25 @@ def group_rank(group: Group) -> int:
 
 
 class Pending:
-    """The result of an asynchronous collective. `wait()` returns it, after applying `finish` to it."""
+    """The result of an asynchronous collective. `wait()` returns it, after applying `finish` to
+    it.
+    """
 
-    def __init__(self, tensor: Tensor, work: Work | None = None, finish: Callable[[Tensor], Tensor] | None = None):
-        self._tensor, self._work, self._finish = tensor, work, finish
+    def __init__(
+        self,
+        tensor: Tensor,
+        work: Work | None = None,
+        finish: Callable[[Tensor], Tensor] | None = None,
+    ):
+        self._tensor = tensor
+        self._work = work
+        self._finish = finish
 
     def wait(self) -> Tensor:
-        work, finish, self._work, self._finish = self._work, self._finish, None, None
+        work = self._work
+        finish = self._finish
+        self._work = None
+        self._finish = None
         if work is not None:
             work.wait()
         if finish is not None:
@@ -62,7 +74,10 @@ def start_all_gather(tensor: Tensor, group: Group, *, async_op: bool = True) -> 
     if size == 1:
         return Pending(tensor)
     gathered = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
-    return Pending(gathered, dist.all_gather_single(gathered, tensor.contiguous(), group=group, async_op=async_op))
+    return Pending(
+        gathered,
+        dist.all_gather_single(gathered, tensor.contiguous(), group=group, async_op=async_op),
+    )
 
 
 def start_reduce_scatter(tensor: Tensor, group: Group, *, async_op: bool = True) -> Pending:
@@ -75,11 +90,14 @@ def start_reduce_scatter(tensor: Tensor, group: Group, *, async_op: bool = True)
     if tensor.device.type == "cpu":
         return Pending(*reduce_scatter_on_cpu(tensor, group, size, async_op=async_op))
     piece = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
-    return Pending(piece, dist.reduce_scatter_single(piece, tensor.contiguous(), group=group, async_op=async_op))
+    return Pending(
+        piece,
+        dist.reduce_scatter_single(piece, tensor.contiguous(), group=group, async_op=async_op),
+    )
 
 
-# Unlike a start and a wait, `async_op=False` runs NCCL's kernel on the current stream: torch 2.13 records no events and
-# holds no references to tensors (ProcessGroupNCCL::collective).
+# Unlike a start and a wait, `async_op=False` runs NCCL's kernel on the current stream: torch 2.13
+# records no events and holds no references to tensors (ProcessGroupNCCL::collective).
 
 
 def all_reduce(tensor: Tensor, group: Group) -> Tensor:
@@ -109,8 +127,11 @@ class _Conjugate(torch.autograd.Function):
     """Run one collective forward and another backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, forward: Collective, backward: Collective) -> Tensor:
-        ctx.group, ctx.collective = group, backward
+    def forward(
+        ctx: Any, tensor: Tensor, group: Group, forward: Collective, backward: Collective
+    ) -> Tensor:
+        ctx.group = group
+        ctx.collective = backward
         return forward(tensor, group)
 
     @staticmethod
@@ -123,30 +144,39 @@ def _conjugate(tensor: Tensor, group: Group, forward: Collective, backward: Coll
 
 
 def copy_to_tensor_region(tensor: Tensor, group: Group) -> Tensor:
-    """Enter a tensor-parallel region (f): forward identity; backward all-reduce over the TP group. [*] → [*]."""
+    """Enter a tensor-parallel region (f): forward identity; backward all-reduce over the TP
+    group. [*] → [*].
+    """
     return _conjugate(tensor, group, _copy, _sum_copy)
 
 
 def reduce_from_tensor_region(tensor: Tensor, group: Group) -> Tensor:
-    """Leave a tensor-parallel region (f̄): forward all-reduce over the TP group; backward identity. [*] → [*]."""
+    """Leave a tensor-parallel region (f̄): forward all-reduce over the TP group; backward
+    identity. [*] → [*].
+    """
     return _conjugate(tensor, group, _sum_copy, _copy)
 
 
 def gather_from_sequence_region(tensor: Tensor, group: Group) -> Tensor:
-    """Gather (g): forward all-gather along the sequence, backward reduce-scatter. [s/t, b, h] → [s, b, h]."""
+    """Gather (g): forward all-gather along the sequence, backward reduce-scatter. [s/t, b, h] →
+    [s, b, h].
+    """
     return _conjugate(tensor, group, all_gather, reduce_scatter)
 
 
 def reduce_scatter_to_sequence_region(tensor: Tensor, group: Group) -> Tensor:
-    """Scatter sums (ḡ): forward reduce-scatter along the sequence, backward all-gather. [s, b, h] → [s/t, b, h]."""
+    """Scatter sums (ḡ): forward reduce-scatter along the sequence, backward all-gather. [s, b,
+    h] → [s/t, b, h].
+    """
     return _conjugate(tensor, group, reduce_scatter, all_gather)
 
 
 def gather_rows(tensor: Tensor, positions: Tensor, group: Group, *, sequence: bool) -> Tensor:
-    """Gather n rows of the whole [s, b, h] on every rank. [s, b, h], or [s/t, b, h] when `sequence` → [n, h].
+    """Gather n rows of the whole [s, b, h] on every rank. [s, b, h], or [s/t, b, h] when `sequence`
+    → [n, h].
 
-    Under SP each rank contributes its own rows and zeros for the others (f̄): forward all-reduce of [n, h], backward
-    identity, because every rank has the whole gradient of the rows.
+    Under SP each rank contributes its own rows and zeros for the others (f̄): forward all-reduce of
+    [n, h], backward identity, because every rank has the whole gradient of the rows.
 
     Args:
         positions: row indices of the whole tensor with its first two dimensions flattened, [n].

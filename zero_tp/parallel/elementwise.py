@@ -1,4 +1,5 @@
-"""Run several elementwise operations in one pass over memory: on chunks that fit a CPU's cache, or compiled.
+"""Run several elementwise operations in one pass over memory: on chunks that fit a CPU's cache, or
+compiled.
 
 Whole tensors do not fit the cache: operations one by one would each read and write memory.
 """
@@ -39,12 +40,20 @@ class ElementwiseOps:
         """Yield the rows of each chunk of `rows` [n, *].
 
         Args:
-            accelerator_elements: maximum elements of a chunk on an accelerator; None: all rows are one chunk.
+            accelerator_elements: maximum elements of a chunk on an accelerator; None: all rows are
+                one chunk.
         """
-        limit = CACHE_ELEMENTS * torch.get_num_threads() if rows.device.type == "cpu" else accelerator_elements
+        limit = (
+            CACHE_ELEMENTS * torch.get_num_threads()
+            if rows.device.type == "cpu"
+            else accelerator_elements
+        )
         count = rows.shape[0]
         step = max(1, count if limit is None else limit * count // max(1, rows.numel()))
-        yield from (slice(start, min(count, start + step)) for start in self.chunk_starts(max(1, count), step))
+        yield from (
+            slice(start, min(count, start + step))
+            for start in self.chunk_starts(max(1, count), step)
+        )
 
     def map_rows(
         self,
@@ -53,7 +62,8 @@ class ElementwiseOps:
         *others: Any,
         accelerator_elements: int | None = None,
     ) -> Any:
-        """Return `function(*tensors, *others)`: one or several tensors with n rows, or None if it works in place.
+        """Return `function(*tensors, *others)`: one or several tensors with n rows, or None if it
+        works in place.
 
         Args:
             tensors: [n, *].
@@ -76,9 +86,14 @@ class ElementwiseOps:
             return None
         return outputs[0] if isinstance(result, Tensor) else tuple(outputs)
 
-    def sum_rows(self, function: Callable[..., Tensor], tensors: Sequence[Tensor], *others: Any) -> Tensor:
+    def sum_rows(
+        self, function: Callable[..., Tensor], tensors: Sequence[Tensor], *others: Any
+    ) -> Tensor:
         """Return `function(*tensors, *others)`, which is a sum over the rows."""
-        sums = (function(*(tensor[chunk] for tensor in tensors), *others) for chunk in self.chunks(tensors[0]))
+        sums = (
+            function(*(tensor[chunk] for tensor in tensors), *others)
+            for chunk in self.chunks(tensors[0])
+        )
         total = next(sums)
         for part in sums:
             total += part
@@ -97,7 +112,9 @@ class CompiledOps(ElementwiseOps):
     ) -> Any:
         return _compiled(function)(*map(_detached, tensors), *map(_detached, others))
 
-    def sum_rows(self, function: Callable[..., Tensor], tensors: Sequence[Tensor], *others: Any) -> Tensor:
+    def sum_rows(
+        self, function: Callable[..., Tensor], tensors: Sequence[Tensor], *others: Any
+    ) -> Tensor:
         total: Tensor = self.map_rows(function, tensors, *others)
         return total
 
@@ -108,7 +125,8 @@ def _detached(value: Any) -> Any:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # When the number of rows (masked tokens) first changes, torch compiles one dynamic kernel for all later numbers.
+    # When the number of rows (masked tokens) first changes, torch compiles one dynamic kernel for
+    # all later numbers.
     return torch.compile(function, fullgraph=True)
 
 
@@ -116,13 +134,15 @@ def _probe(tensor: Tensor) -> Tensor:
     return tensor + tensor
 
 
-CHUNKED, COMPILED = ElementwiseOps(), CompiledOps()
+CHUNKED = ElementwiseOps()
+COMPILED = CompiledOps()
 
 
 class ElementwiseModule(nn.Module):
     """A module whose elementwise functions training may compile (`set_training_elementwise`).
 
-    Evaluation compiles nothing: it has many shapes, and a model's scores must not depend on its training options.
+    Evaluation compiles nothing: it has many shapes, and a model's scores must not depend on its
+    training options.
     """
 
     training_elementwise: ElementwiseOps = CHUNKED
@@ -151,9 +171,13 @@ def compile_elementwise(model: nn.Module, device: torch.device) -> None:
 
     try:
         COMPILED.map_rows(_probe, (torch.ones(1, device=device),))
-    except (ShortenTraceback, OSError) as error:  # the compiler's errors; an unwritable cache directory
+    except (
+        ShortenTraceback,
+        OSError,
+    ) as error:  # the compiler's errors; an unwritable cache directory
         cause = getattr(error, "inner_exception", error)
         raise UserError(
-            f"zero_tp.compile: torch can't compile for {device.type} here ({cause}); set it to false"
+            f"zero_tp.compile: torch can't compile for {device.type} here ({cause}); set it to "
+            "false"
         ) from error
     set_training_elementwise(model, COMPILED)

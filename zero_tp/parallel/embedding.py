@@ -10,7 +10,11 @@ from dataclasses import replace
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zero_tp.parallel.collectives import group_size, reduce_from_tensor_region, reduce_scatter_to_sequence_region
+from zero_tp.parallel.collectives import (
+    group_size,
+    reduce_from_tensor_region,
+    reduce_scatter_to_sequence_region,
+)
 from zero_tp.parallel.layout import split_vocabulary, vocab_shard_range
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
@@ -23,13 +27,23 @@ class VocabParallelEmbedding(nn.Module):
     """
 
     def __init__(
-        self, make: ParameterMaker, vocabulary: int, hidden: int, *, init: Normal, padding_token: int | None = None
+        self,
+        make: ParameterMaker,
+        vocabulary: int,
+        hidden: int,
+        *,
+        init: Normal,
+        padding_token: int | None = None,
     ):
         super().__init__()
         self.group = make.topology.tensor_group
         init = replace(init, zero_row=padding_token)
-        self.weight = make.parameter("weight", (vocabulary, hidden), split_vocabulary(vocabulary), init)
-        self.first, self.count = vocab_shard_range(vocabulary, make.topology.tensor_rank, make.topology.tensor)
+        self.weight = make.parameter(
+            "weight", (vocabulary, hidden), split_vocabulary(vocabulary), init
+        )
+        self.first, self.count = vocab_shard_range(
+            vocabulary, make.topology.tensor_rank, make.topology.tensor
+        )
         row = -1 if padding_token is None else padding_token - self.first
         self.padding_row = row if 0 <= row < self.count else None
 

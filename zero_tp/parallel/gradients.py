@@ -1,6 +1,7 @@
 """Sum partial gradients over TP during backward, and compute the norm of all gradients over TP.
 
-DeepSpeed never sums them over TP. ZeRO-2 and 3 consume gradients during backward: an all-reduce after it is too late.
+DeepSpeed never sums them over TP. ZeRO-2 and 3 consume gradients during backward: an all-reduce
+after it is too late.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ _ACCELERATOR_ELEMENTS = 2**24
 class GradientSum:
     """Sums one layer's partial gradients over TP.
 
-    A layer with a `gradient_sum` calls it in its own backward, to overlap the all-reduce. Other parameters get a hook.
+    A layer with a `gradient_sum` calls it in its own backward, to overlap the all-reduce. Other
+    parameters get a hook.
 
     Attributes:
         fired: number of sums since `training.guards.check_hooks` last reset it.
     """
 
     def __init__(self, group: Group):
-        self.group, self.fired = group, 0
+        self.group = group
+        self.fired = 0
 
     def start(self, *gradients: Tensor, async_op: bool = True) -> Pending:
         """Start one all-reduce for n gradients of the same shape. n × [*] → [n, *]."""
@@ -84,7 +87,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter], topology: Topology) -> Ten
     parameters = list(parameters)
     total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     for parameter in parameters:
-        if parameter.grad is not None and (isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0):
+        if parameter.grad is not None and (
+            isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0
+        ):
             total += sum_of_squares(parameter.grad)
     return all_reduce(total, topology.tensor_group).sqrt()
 
@@ -92,7 +97,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter], topology: Topology) -> Ten
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
     """Scale all gradients by min(1, limit / (norm + 1e-6)), as DeepSpeed and torch do."""
-    factor = limit / (norm + 1e-6)  # a Python float: a tensor would be rounded to the gradients' dtype
+    factor = limit / (
+        norm + 1e-6
+    )  # a Python float: a tensor would be rounded to the gradients' dtype
     if factor < 1:
         for parameter in parameters:
             if parameter.grad is not None:

@@ -12,11 +12,14 @@ class HostCopy:
     """An asynchronous copy of a tensor to the host, or a CPU tensor itself."""
 
     def __init__(self, tensor: Tensor):
-        self._values, self._copy_done = tensor, None
+        self._values = tensor
+        self._copy_done = None
         if tensor.device.type != "cpu":
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._values.copy_(tensor, non_blocking=True)
-            self._copy_done = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
+            self._copy_done = (
+                torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
+            )
 
     def wait(self) -> Tensor:
         """Wait for the copy and the device work before it; return the tensor in host memory."""

@@ -1,7 +1,7 @@
 """A layout describes how one parameter is distributed over the TP group.
 
-The layer that makes a parameter sets its layout. Initialisation, gradient hooks, the marks that DeepSpeed's norm needs,
-import, export, resharding and memory estimates all read it.
+The layer that makes a parameter sets its layout. Initialisation, gradient hooks, the marks that
+DeepSpeed's norm needs, import, export, resharding and memory estimates all read it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from zero_tp.parallel.topology import Topology
 
 @dataclass(frozen=True)
 class Sharded:
-    """Split along `dim`; `parts` are the whole sizes of fused pieces (Q, K, V; gate, up), each split by itself.
+    """Split along `dim`; `parts` are the whole sizes of fused pieces (Q, K, V; gate, up), each
+    split by itself.
 
-    `padded` parts (the vocabulary) need not divide by the TP size: each rank holds ⌈part / t⌉, and the last ranks'
-    surplus is zeros.
+    `padded` parts (the vocabulary) need not divide by the TP size: each rank holds ⌈part / t⌉, and
+    the last ranks' surplus is zeros.
     """
 
     dim: int
@@ -82,8 +83,8 @@ class Sharded:
 class Replicated:
     """The same on every TP rank.
 
-    `identical`: each rank computes the whole gradient. `partial`: each computes the part of its sequence shard or its
-    heads, and a GradientSum adds the parts over TP.
+    `identical`: each rank computes the whole gradient. `partial`: each computes the part of its
+    sequence shard or its heads, and a GradientSum adds the parts over TP.
     """
 
     gradient: Literal["identical", "partial"] = "identical"
@@ -112,20 +113,24 @@ def split_vocabulary(size: int) -> Sharded:
 
 
 def vocab_shard_range(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return (first, count) of the tokens whose rows rank `rank` of `ranks` holds, without padding."""
+    """Return (first, count) of the tokens whose rows rank `rank` of `ranks` holds, without
+    padding.
+    """
     (length,) = split_vocabulary(size).piece_sizes(ranks)
     span = Span.block(rank, length, size)
     return span.whole_start, span.length
 
 
-# DeepSpeed's gradient norm counts a parameter with one of these attributes on every TP rank; others on rank 0 only.
+# DeepSpeed's gradient norm counts a parameter with one of these attributes on every TP rank; others
+# on rank 0 only.
 MARKS = ("tensor_model_parallel", "model_parallel")
 
 
 def set_layout(
     parameter: nn.Parameter, name: str, layout: Layout, whole_shape: Sequence[int], tensor_size: int
 ) -> None:
-    """Set the parameter's layout, and on a shard the MARKS, without which gradients are clipped wrongly.
+    """Set the parameter's layout, and on a shard the MARKS, without which gradients are clipped
+    wrongly.
 
     Args:
         name: the name with which the parameter was initialised.
@@ -139,7 +144,9 @@ def set_layout(
 
 
 def copy_layout(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Give `other`, a copy of the parameter, its layout, name and marks. torch copies no attributes of a parameter."""
+    """Give `other`, a copy of the parameter, its layout, name and marks. torch copies no
+    attributes of a parameter.
+    """
     for attribute in ("init_name", "tensor_layout", "whole_shape", *MARKS):
         if hasattr(parameter, attribute):
             setattr(other, attribute, getattr(parameter, attribute))
@@ -150,7 +157,8 @@ def layout_of(parameter: nn.Parameter, name: str = "the parameter") -> Layout:
     layout: Layout | None = getattr(parameter, "tensor_layout", None)
     if layout is None:
         raise UserError(
-            f"{name} has no layout, so its split over TP ranks is unknown; change values of a parameter in place, or "
+            f"{name} has no layout, so its split over TP ranks is unknown; change values of a "
+            "parameter in place, or "
             "make it with ParameterMaker"
         )
     return layout
@@ -163,12 +171,15 @@ def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def audit(
-    model: nn.Module, topology: Topology, local_shape: Callable[[nn.Parameter], Sequence[int]] = attrgetter("shape")
+    model: nn.Module,
+    topology: Topology,
+    local_shape: Callable[[nn.Parameter], Sequence[int]] = attrgetter("shape"),
 ) -> None:
     """Check every parameter's layout, name, shape, marks and kind of gradient.
 
     Args:
-        local_shape: returns the shape of a parameter's TP shard; under ZeRO-3 the parameter itself may be empty.
+        local_shape: returns the shape of a parameter's TP shard; under ZeRO-3 the parameter itself
+            may be empty.
     """
     for name, parameter in model.named_parameters():
         layout = layout_of(parameter, f"parameter {name}")
@@ -178,7 +189,9 @@ def audit(
         expected = layout.local_shape(whole_shape(parameter), topology.tensor)
         shape = tuple(local_shape(parameter))
         if shape != expected:
-            raise ValueError(f"parameter {name}: shape {shape}, its layout {layout} gives {expected}")
+            raise ValueError(
+                f"parameter {name}: shape {shape}, its layout {layout} gives {expected}"
+            )
         for mark in MARKS:
             marked = bool(getattr(parameter, mark, False))
             if marked != (isinstance(layout, Sharded) and topology.tensor > 1):

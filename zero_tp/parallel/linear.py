@@ -1,21 +1,24 @@
-"""Column-parallel, row-parallel and replicated linear layers (arXiv 1909.08053, section 3; 2205.05198, section 4.2).
+"""Column-parallel, row-parallel and replicated linear layers (arXiv 1909.08053, section 3;
+2205.05198, section 4.2).
 
-s sequence, b batch, i input features, o output features, t TP size. The input of a column layer and the output of a row
-layer are whole without SP, [s, b, ·]; under SP they are sequence shards, [s/t, b, ·].
+s sequence, b batch, i input features, o output features, t TP size. The input of a column layer and
+the output of a row layer are whole without SP, [s, b, ·]; under SP they are sequence shards, [s/t,
+b, ·].
 
 Communication of one layer, forward and backward, over the TP group:
 
 | layer | SP | forward | backward |
 | --- | --- | --- | --- |
 | column | off | – (f) | all-reduce of the input gradient ¹ |
-| column | on | all-gather of the input (g) ³ | all-gather of it ², reduce-scatter of its gradient ¹ |
+| column | on | all-gather of the input (g) ³ | all-gather of it ², reduce-scatter of its grad ¹ |
 | row | off | all-reduce of the output (f̄) | – |
 | row | on | reduce-scatter of the output (ḡ) | all-gather of the output gradient ³ |
 
-The bias of a row layer is added once, after the reduction. Under SP its gradient is summed from the gathered output
-gradient, so every rank has the whole of it without more communication.
+The bias of a row layer is added once, after the reduction. Under SP its gradient is summed from the
+gathered output gradient, so every rank has the whole of it without more communication.
 
-¹ during the weight-gradient GEMM. ² during the input-gradient GEMM. ³ during the GEMM of the rank's own rows.
+¹ during the weight-gradient GEMM. ² during the input-gradient GEMM. ³ during the GEMM of the rank's
+own rows.
 """
 
 from __future__ import annotations
@@ -43,13 +46,16 @@ from zero_tp.parallel.parameter import ConstantInit, Normal, ParameterMaker
 from zero_tp.parallel.topology import Topology
 
 OWN_ROWS_FIRST = True
-"""Multiply a rank's own rows while the others are gathered; otherwise all rows at once afterwards."""
+"""Multiply a rank's own rows while the others are gathered; otherwise all rows at once
+afterwards.
+"""
 
 
 def _linear(tensor: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply as one matrix, and round once, after the bias. [*, i], [o, i] → [*, o].
 
-    DeepSpeed's `zero.Init` replaces `F.linear`: with more than two dimensions its product is rounded before the bias.
+    DeepSpeed's `zero.Init` replaces `F.linear`: with more than two dimensions its product is
+    rounded before the bias.
     """
     return F.linear(tensor.flatten(0, -2), weight, bias).unflatten(0, tensor.shape[:-1])
 
@@ -73,8 +79,12 @@ def _all_gather_matmul(
         The gathered [s, b, i], and its products [s, b, o].
     """
     gathering = start_all_gather(shard, group)
-    rows, rank, size = shard.shape[0], group_rank(group), group_size(group)
-    outputs = tuple(shard.new_empty(size * rows, shard.shape[1], matrix.shape[1]) for matrix in matrices)
+    rows = shard.shape[0]
+    rank = group_rank(group)
+    size = group_size(group)
+    outputs = tuple(
+        shard.new_empty(size * rows, shard.shape[1], matrix.shape[1]) for matrix in matrices
+    )
 
     def multiply(first: int, end: int, factor: Tensor) -> None:
         for output, matrix, bias in zip(outputs, matrices, biases, strict=True):
@@ -96,10 +106,11 @@ def _all_gather_matmul(
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """Compute Y_j = X W_jᵀ + b_j for one or several weights; collectives of X and its gradient overlap with GEMMs.
+    """Compute Y_j = X W_jᵀ + b_j for one or several weights; collectives of X and its gradient
+    overlap with GEMMs.
 
-    Under SP only the input shard X_i is saved for backward, which gathers the whole input again. `rows` are the used
-    rows of each weight (None: all); the gradient of the others is zero.
+    Under SP only the input shard X_i is saved for backward, which gathers the whole input again.
+    `rows` are the used rows of each weight (None: all); the gradient of the others is zero.
     """
 
     @staticmethod
@@ -111,24 +122,35 @@ class _ColumnParallel(torch.autograd.Function):
         rows: tuple[slice | None, ...],
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        weights, biases = parameters[: len(rows)], parameters[len(rows) :]
-        # The parameters themselves, not views of their rows: ZeRO-3 frees a parameter's data until backward.
+        weights = parameters[: len(rows)]
+        biases = parameters[len(rows) :]
+        # The parameters themselves, not views of their rows: ZeRO-3 frees a parameter's data until
+        # backward.
         ctx.save_for_backward(tensor, *weights)
-        ctx.group, ctx.sequence, ctx.rows = group, sequence, rows
+        ctx.group = group
+        ctx.sequence = sequence
+        ctx.rows = rows
         own_weights = [_used_rows(weight, used) for weight, used in zip(weights, rows, strict=True)]
         own_biases = [_used_rows(bias, used) for bias, used in zip(biases, rows, strict=True)]
         if sequence:
             matrices = [weight.t() for weight in own_weights]
             return _all_gather_matmul(tensor, matrices, own_biases, group)[1]
-        return tuple(_linear(tensor, weight, bias) for weight, bias in zip(own_weights, own_biases, strict=True))
+        return tuple(
+            _linear(tensor, weight, bias)
+            for weight, bias in zip(own_weights, own_biases, strict=True)
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tensor, *weights = ctx.saved_tensors
-        needs_input, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        needs_weights, needs_biases = needs[: len(weights)], needs[len(weights) :]
+        needs_input = ctx.needs_input_grad[0]
+        needs = ctx.needs_input_grad[4:]
+        needs_weights = needs[: len(weights)]
+        needs_biases = needs[len(weights) :]
         gradients = tuple(gradient.contiguous() for gradient in gradients)
-        gathering = start_all_gather(tensor, ctx.group) if ctx.sequence and any(needs_weights) else None
+        gathering = (
+            start_all_gather(tensor, ctx.group) if ctx.sequence and any(needs_weights) else None
+        )
         reducing = None
         if needs_input:
             layers = zip(gradients, weights, ctx.rows, strict=True)
@@ -141,14 +163,21 @@ class _ColumnParallel(torch.autograd.Function):
         gathered = gathering.wait() if gathering is not None else tensor
         weight_gradients: list[Tensor | None] = [None] * len(weights)
         bias_gradients: list[Tensor | None] = [None] * len(weights)
-        for index, (gradient, weight, used) in enumerate(zip(gradients, weights, ctx.rows, strict=True)):
+        for index, (gradient, weight, used) in enumerate(
+            zip(gradients, weights, ctx.rows, strict=True)
+        ):
             if needs_weights[index]:
                 weight_gradients[index] = _pad_rows(
                     gradient.flatten(0, 1).t() @ gathered.flatten(0, 1), used, weight.shape[0]
                 )
             if needs_biases[index]:
                 bias_gradients[index] = _pad_rows(gradient.sum((0, 1)), used, weight.shape[0])
-        return reducing.wait() if reducing is not None else None, *(None,) * 3, *weight_gradients, *bias_gradients
+        return (
+            reducing.wait() if reducing is not None else None,
+            *(None,) * 3,
+            *weight_gradients,
+            *bias_gradients,
+        )
 
 
 def _used_rows(parameter: Any, rows: slice | None) -> Any:
@@ -166,17 +195,21 @@ def _pad_rows(gradient: Tensor, rows: slice | None, total: int) -> Tensor:
 class _RowParallel(torch.autograd.Function):
     """Compute f̄(X Wᵀ) + b, [s, b, i/t] → [s, b, o], or under SP ḡ(X Wᵀ) + b → [s/t, b, o].
 
-    X is saved as it is. `F.linear` would save a contiguous copy of a strided X, such as the output of fused attention:
-    2sbh/t more bytes.
+    X is saved as it is. `F.linear` would save a contiguous copy of a strided X, such as the output
+    of fused attention: 2sbh/t more bytes.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool
+    ) -> Tensor:
         ctx.save_for_backward(tensor, weight)
-        ctx.group, ctx.sequence = group, sequence
-        # As one matrix: with a strided X torch would compute s products of b rows (bf16 on CPU, s 256, b 4, i 256, o
-        # 256: 28 ms instead of 0.6).
-        matrix, rows = tensor.flatten(0, 1), tensor.shape[:2]
+        ctx.group = group
+        ctx.sequence = sequence
+        # As one matrix: with a strided X torch would compute s products of b rows (bf16 on CPU, s
+        # 256, b 4, i 256, o 256: 28 ms instead of 0.6).
+        matrix = tensor.flatten(0, 1)
+        rows = tensor.shape[:2]
         if group_size(group) == 1:
             return F.linear(matrix, weight, bias).unflatten(0, rows)
         partial = F.linear(matrix, weight).unflatten(0, rows)
@@ -192,7 +225,8 @@ class _RowParallel(torch.autograd.Function):
             no_biases = [None] * len(matrices)
             gathered, input_gradients = _all_gather_matmul(gradient, matrices, no_biases, ctx.group)
         else:
-            gathered, input_gradients = gradient, (gradient @ weight,) if needs_input else ()
+            gathered = gradient
+            input_gradients = (gradient @ weight,) if needs_input else ()
         return (
             input_gradients[0] if needs_input else None,
             gathered.flatten(0, 1).t() @ tensor.flatten(0, 1) if needs_weight else None,
@@ -211,7 +245,8 @@ def column_parallel_linear(
     sequence: bool,
     rows: Sequence[slice | None] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Multiply [s, b, i] ([s/t, b, i] under SP) by each weight [o/t, i] → [s, b, o/t] each. f (g) once for all weights.
+    """Multiply [s, b, i] ([s/t, b, i] under SP) by each weight [o/t, i] → [s, b, o/t] each. f (g)
+    once for all weights.
 
     Args:
         rows: the rows that this rank uses of each weight; by default all.
@@ -219,7 +254,10 @@ def column_parallel_linear(
     ranges = tuple(rows) if rows is not None else (None,) * len(weights)
     if group_size(topology.tensor_group) == 1:
         layers = zip(weights, biases, ranges, strict=True)
-        return tuple(_linear(tensor, _used_rows(weight, used), _used_rows(bias, used)) for weight, bias, used in layers)
+        return tuple(
+            _linear(tensor, _used_rows(weight, used), _used_rows(bias, used))
+            for weight, bias, used in layers
+        )
     options = (topology.tensor_group, sequence, ranges)
     outputs: tuple[Tensor, ...] = _ColumnParallel.apply(tensor, *options, *weights, *biases)
     return outputs
@@ -234,30 +272,44 @@ class ColumnParallelLinear(nn.Module):
         bias: split like the outputs.
     """
 
-    def __init__(self, make: ParameterMaker, inputs: int, parts: tuple[int, ...], *, bias: bool, init: Normal):
+    def __init__(
+        self, make: ParameterMaker, inputs: int, parts: tuple[int, ...], *, bias: bool, init: Normal
+    ):
         super().__init__()
         layout = Sharded(0, parts)
         self.topology = make.topology
         self.weight = make.parameter("weight", (sum(parts), inputs), layout, init)
-        self.bias = make.parameter("bias", (sum(parts),), layout, ConstantInit(0.0)) if bias else None
+        self.bias = (
+            make.parameter("bias", (sum(parts),), layout, ConstantInit(0.0)) if bias else None
+        )
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Tensor:
         """Apply the layer. [s, b, i], or [s/t, b, i] when `sequence` → [s, b, o/t]."""
-        (output,) = column_parallel_linear(tensor, (self.weight,), (self.bias,), self.topology, sequence=sequence)
+        (output,) = column_parallel_linear(
+            tensor, (self.weight,), (self.bias,), self.topology, sequence=sequence
+        )
         return output
 
 
 class RowParallelLinear(nn.Module):
-    """Linear layer split by input features; the replicated bias is added once, after the reduction."""
+    """Linear layer split by input features; the replicated bias is added once, after the
+    reduction.
+    """
 
-    def __init__(self, make: ParameterMaker, inputs: int, outputs: int, *, bias: bool, init: Normal):
+    def __init__(
+        self, make: ParameterMaker, inputs: int, outputs: int, *, bias: bool, init: Normal
+    ):
         super().__init__()
         self.topology = make.topology
         self.weight = make.parameter("weight", (outputs, inputs), Sharded(1, (inputs,)), init)
-        self.bias = make.parameter("bias", (outputs,), Replicated(), ConstantInit(0.0)) if bias else None
+        self.bias = (
+            make.parameter("bias", (outputs,), Replicated(), ConstantInit(0.0)) if bias else None
+        )
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Tensor:
-        """Apply the layer. [s, b, i/t] → [s, b, o], or [s/t, b, o] when `sequence`. f̄, or ḡ under SP."""
+        """Apply the layer. [s, b, i/t] → [s, b, o], or [s/t, b, o] when `sequence`. f̄, or ḡ
+        under SP.
+        """
         options = (self.topology.tensor_group, sequence)
         output: Tensor = _RowParallel.apply(tensor, self.weight, self.bias, *options)
         return output

@@ -1,11 +1,14 @@
-"""Output layer fused with cross entropy, split over the vocabulary, computed in blocks of the sequence.
+"""Output layer fused with cross entropy, split over the vocabulary, computed in blocks of the
+sequence.
 
-Ranks exchange three numbers a token and never logits (arXiv 1909.08053, section 3); only one block's logits exist at a
-time. s sequence, b batch, h hidden, v vocabulary, t TP size, n tokens of a block.
+Ranks exchange three numbers a token and never logits (arXiv 1909.08053, section 3); only one
+block's logits exist at a time. s sequence, b batch, h hidden, v vocabulary, t TP size, n tokens of
+a block.
 
-Forward computes the gradients too, block by block; backward only scales them. That saves a second logits GEMM, and the
-gradient's TP communication happens once, in forward. The weight's gradient lives from forward until backward. A block's
-logits become probability - target in place, in slices that fit a cache, before one GEMM for each gradient.
+Forward computes the gradients too, block by block; backward only scales them. That saves a second
+logits GEMM, and the gradient's TP communication happens once, in forward. The weight's gradient
+lives from forward until backward. A block's logits become probability - target in place, in slices
+that fit a cache, before one GEMM for each gradient.
 """
 
 from __future__ import annotations
@@ -18,14 +21,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zero_tp.base.constants import IGNORE_INDEX
-from zero_tp.parallel.collectives import Group, all_gather, all_reduce, group_rank, group_size, reduce_scatter
+from zero_tp.parallel.collectives import (
+    Group,
+    all_gather,
+    all_reduce,
+    group_rank,
+    group_size,
+    reduce_scatter,
+)
 from zero_tp.parallel.elementwise import CHUNKED, ElementwiseOps
 from zero_tp.parallel.layout import vocab_shard_range
 
 BLOCK_ELEMENTS = 2**23
-"""Logits of one block on one rank, 32 MiB in fp32; a larger weight allows more (`block_positions`)."""
+"""Logits of one block on one rank, 32 MiB in fp32; a larger weight allows more
+(`block_positions`).
+"""
 SLICE_ELEMENTS = 2**22
-"""Logits converted to fp32 at a time on accelerators, whose kernels need work for all cores: 16 MiB."""
+"""Logits converted to fp32 at a time on accelerators, whose kernels need work for all cores: 16
+MiB.
+"""
 _FP32_SUMS = ("cuda", "xpu")
 """Devices whose GEMMs accumulate products of 16-bit tensors in an fp32 tensor."""
 
@@ -33,9 +47,10 @@ _FP32_SUMS = ("cuda", "xpu")
 def block_positions(sequence: int, batch: int, rows: int, columns: int, dtype: torch.dtype) -> int:
     """Return the sequence positions of one block; at least one.
 
-    A block has at most `BLOCK_ELEMENTS` logits, or as many as the weight [rows, columns] has elements if that is more:
-    the scaled weight gradient takes that memory later anyway. In bf16 up to 2 · columns tokens are one block, because
-    a single block's gradient needs no fp32 accumulation.
+    A block has at most `BLOCK_ELEMENTS` logits, or as many as the weight [rows, columns] has
+    elements if that is more: the scaled weight gradient takes that memory later anyway. In bf16 up
+    to 2 · columns tokens are one block, because a single block's gradient needs no fp32
+    accumulation.
 
     Args:
         columns: 0 if the weight has no gradient, as in evaluation.
@@ -52,12 +67,16 @@ def nonzero_divisor(divisor: Tensor | float) -> Tensor | float:
 
 
 def accumulates_in_fp32(sequence: int, positions: int, dtype: torch.dtype) -> bool:
-    """Return whether the weight's gradient accumulates in fp32: over several blocks, or if fp16 could overflow."""
+    """Return whether the weight's gradient accumulates in fp32: over several blocks, or if fp16
+    could overflow.
+    """
     return positions < sequence or dtype == torch.float16
 
 
 def shard_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, valid: int) -> Tensor:
-    """Return the logits in fp32, [n, h] × [v/t, h] → [n, v/t]; padded rows (from `valid` on) get no probability."""
+    """Return the logits in fp32, [n, h] × [v/t, h] → [n, v/t]; padded rows (from `valid` on) get
+    no probability.
+    """
     return _mask_padding_(F.linear(hidden, weight, bias).float(), valid)
 
 
@@ -82,26 +101,34 @@ class Softmax(NamedTuple):
     extra: Tensor
 
     def is_argmax(self, is_local_argmax: Tensor) -> Tensor:
-        """Return whether a label is the argmax of the whole vocabulary; of equal logits the first is.
+        """Return whether a label is the argmax of the whole vocabulary; of equal logits the first
+        is.
 
         Args:
-            is_local_argmax: whether the label is the argmax of each rank's own logits, [t, n, *] → [n, *].
+            is_local_argmax: whether the label is the argmax of each rank's own logits, [t, n, *] →
+                [n, *].
         """
         is_greatest = self.maxima == self.greatest
         first = is_greatest & (is_greatest.cumsum(0) == 1)
-        return (first.view(*first.shape, *(1,) * (is_local_argmax.ndim - 2)) & is_local_argmax).any(0)
+        return (first.view(*first.shape, *(1,) * (is_local_argmax.ndim - 2)) & is_local_argmax).any(
+            0
+        )
 
 
 def all_gather_softmax(maximum: Tensor, total: Tensor, extra: Tensor, group: Group) -> Softmax:
-    """Exchange maxima and sums over TP for the softmax of the whole vocabulary. One all-gather of [2 + m, n].
+    """Exchange maxima and sums over TP for the softmax of the whole vocabulary. One all-gather of
+    [2 + m, n].
 
     Args:
         maximum: of each row of this rank's logits, [n].
         total: sum of exp(logit - maximum) over this rank's logits, [n].
         extra: m more numbers of each row, [m, n].
     """
-    parts = all_gather(torch.cat((torch.stack((maximum, total)), extra)).unsqueeze(0), group)  # [t, 2 + m, n]
-    maxima, totals = parts[:, 0], parts[:, 1]
+    parts = all_gather(
+        torch.cat((torch.stack((maximum, total)), extra)).unsqueeze(0), group
+    )  # [t, 2 + m, n]
+    maxima = parts[:, 0]
+    totals = parts[:, 1]
     greatest = maxima.amax(0)
     return Softmax(maxima, greatest, (totals * (maxima - greatest).exp()).sum(0), parts[:, 2:])
 
@@ -120,7 +147,11 @@ def _argmax(logits: Tensor, valid: int) -> Tensor:
 
 def _probabilities(logits: Tensor, maximum: Tensor, factor: Tensor, valid: int) -> Tensor:
     """Return exp(logit - maximum) · factor, fp32 [n, v/t]."""
-    return (_mask_padding_(logits.float(), valid) - maximum.unsqueeze(1)).exp_().mul_(factor.unsqueeze(1))
+    return (
+        (_mask_padding_(logits.float(), valid) - maximum.unsqueeze(1))
+        .exp_()
+        .mul_(factor.unsqueeze(1))
+    )
 
 
 def _to_probabilities_(logits: Tensor, maximum: Tensor, factor: Tensor, valid: int) -> None:
@@ -130,17 +161,28 @@ def _to_probabilities_(logits: Tensor, maximum: Tensor, factor: Tensor, valid: i
 def _log_probability(
     logits: Tensor, target: Tensor, valid: int, group: Group, ops: ElementwiseOps, accuracy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return (log-probability of the target, this rank's maximum, factor, whether the target is the argmax), [n] each.
+    """Return (log-probability of the target, this rank's maximum, factor, whether the target is the
+    argmax), [n] each.
 
-    probability = exp(logit - maximum) · factor; the argmax is computed if `accuracy`. `target` [n] is a column of
-    this rank's logits, or -1 if another rank has it. The maximum is subtracted before the logarithm of the sum: adding
-    the two first would round the loss to the maximum's last digit.
+    probability = exp(logit - maximum) · factor; the argmax is computed if `accuracy`. `target` [n]
+    is a column of this rank's logits, or -1 if another rank has it. The maximum is subtracted
+    before the logarithm of the sum: adding the two first would round the loss to the maximum's last
+    digit.
     """
-    target_logit = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1).float().masked_fill(target < 0, 0.0)
-    maximum, total = ops.map_rows(_max_and_sum_exp, (logits,), valid, accelerator_elements=SLICE_ELEMENTS)
+    target_logit = (
+        logits.gather(1, target.clamp(min=0).unsqueeze(1))
+        .squeeze(1)
+        .float()
+        .masked_fill(target < 0, 0.0)
+    )
+    maximum, total = ops.map_rows(
+        _max_and_sum_exp, (logits,), valid, accelerator_elements=SLICE_ELEMENTS
+    )
     extra = target_logit.unsqueeze(0)
     if accuracy:
-        is_local_argmax = ops.map_rows(_argmax, (logits,), valid, accelerator_elements=SLICE_ELEMENTS) == target
+        is_local_argmax = (
+            ops.map_rows(_argmax, (logits,), valid, accelerator_elements=SLICE_ELEMENTS) == target
+        )
         extra = torch.stack((target_logit, is_local_argmax.float()))
     softmax = all_gather_softmax(maximum, total, extra, group)
     log_probability = softmax.extra[:, 0].sum(0) - softmax.greatest - softmax.total.log()
@@ -153,22 +195,28 @@ def _to_logit_gradients_(
 ) -> None:
     """Turn `logits` [n, v/t] into probability - target in place, each rounded once.
 
-    Dividing by the number of tokens here would round every target in the same direction: a bias of up to 0.4 % in bf16.
+    Dividing by the number of tokens here would round every target in the same direction: a bias of
+    up to 0.4 % in bf16.
     """
     column = target.clamp(min=0).unsqueeze(1)
     is_here = (target >= 0).float().unsqueeze(1)
     difference = _probabilities(logits.gather(1, column), maximum, factor, valid) - is_here
-    ops.map_rows(_to_probabilities_, (logits, maximum, factor), valid, accelerator_elements=SLICE_ELEMENTS)
+    ops.map_rows(
+        _to_probabilities_, (logits, maximum, factor), valid, accelerator_elements=SLICE_ELEMENTS
+    )
     # `scatter_` would copy all logits twice on a CPU.
     rows = torch.arange(len(logits), device=logits.device)
     logits[rows, column.squeeze(1)] = difference.squeeze(1).to(logits.dtype)
 
 
-def _add_product_(total: Tensor, first: Tensor, second: Tensor, ops: ElementwiseOps = CHUNKED) -> None:
+def _add_product_(
+    total: Tensor, first: Tensor, second: Tensor, ops: ElementwiseOps = CHUNKED
+) -> None:
     """Add firstᵀ · second to `total`, which is in fp32. [n, v/t], [n, h] → [v/t, h].
 
-    If the GEMM cannot accumulate in fp32, a bf16 product is rounded first. An fp16 product is computed in fp32, because
-    a sum over many tokens can overflow fp16 before the loss scale is applied.
+    If the GEMM cannot accumulate in fp32, a bf16 product is rounded first. An fp16 product is
+    computed in fp32, because a sum over many tokens can overflow fp16 before the loss scale is
+    applied.
     """
     if first.dtype == torch.float32:
         total.addmm_(first.t(), second)
@@ -184,7 +232,9 @@ def _add_product_(total: Tensor, first: Tensor, second: Tensor, ops: Elementwise
         if is_fp16:
             total[rows].addmm_(first[:, rows].t().float(), second)
         else:
-            total[rows].add_(first[:, rows].t() @ second)  # `+=` would also copy the rows onto themselves
+            total[rows].add_(
+                first[:, rows].t() @ second
+            )  # `+=` would also copy the rows onto themselves
 
 
 def _scaled(tensor: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -199,11 +249,30 @@ def _scaled(tensor: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor 
 
 
 def _divisor(divisor: Tensor | float | None, counted: Tensor, hidden: Tensor) -> Tensor:
-    """Return the number that the sum of the losses is divided by, fp32 on the device; by default the counted labels."""
+    """Return the number that the sum of the losses is divided by, fp32 on the device; by default
+    the counted labels.
+    """
     divisor = counted.sum() if divisor is None else nonzero_divisor(divisor)
     if not isinstance(divisor, Tensor):
         divisor = hidden.new_full((), divisor, dtype=torch.float32)
     return divisor.to(hidden.device, torch.float32)
+
+
+def _block(
+    hidden: Tensor, labels: Tensor, counted: Tensor, positions: slice, first: int, valid: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows of some positions, their targets in this rank's vocabulary, and which count.
+
+    With 2 ranks of 3 rows of the vocabulary, rank 1 (first = 3) has for the labels 1, 3, ignored:
+
+        targets   -1, 0, -1      another rank has the first; the third has none
+        rows       x, y, 0       zeros, so that NaNs in an ignored row cannot leak into the sums
+    """
+    is_counted = counted[positions].flatten()
+    rows = hidden[positions].flatten(0, 1).masked_fill(~is_counted.unsqueeze(1), 0.0)
+    target = labels[positions].flatten() - first
+    target = target.masked_fill(~is_counted | (target < 0) | (target >= valid), -1)
+    return rows, target, is_counted
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -231,30 +300,33 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = needs
         counted = labels != ignore
         denominator = _divisor(divisor, counted, hidden)
-        loss, correct = (torch.zeros((), dtype=torch.float32, device=hidden.device) for _ in range(2))
-        # Contiguous whatever the layout of `hidden`: each block is written through a flattened view.
-        hidden_gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
-        weight_gradient = None
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        correct = torch.zeros_like(loss)
+        hidden_gradient = weight_gradient = bias_gradient = None
+        if needs_hidden:
+            # Contiguous, because each block is written through a flattened view.
+            hidden_gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         rows, columns = weight.shape
-        bias_gradient = torch.zeros(rows, dtype=torch.float32, device=hidden.device) if needs_bias else None
+        if needs_bias:
+            bias_gradient = torch.zeros(rows, dtype=torch.float32, device=hidden.device)
         step = block_positions(length, batch, rows, columns if needs_weight else 0, weight.dtype)
         if needs_weight and accumulates_in_fp32(length, step, weight.dtype):
             weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in ops.chunk_starts(length, step):
-            is_counted = counted[start : start + step].flatten()
-            # Zero ignored rows, so that NaNs in them cannot leak into the sums.
-            block = hidden[start : start + step].flatten(0, 1).masked_fill(~is_counted.unsqueeze(1), 0.0)
-            target = labels[start : start + step].flatten() - first
-            target = target.masked_fill(~is_counted | (target < 0) | (target >= valid), -1)
+            positions = slice(start, start + step)
+            block, target, is_counted = _block(hidden, labels, counted, positions, first, valid)
             logits = F.linear(block, weight, bias)
-            log_probability, maximum, factor, is_argmax = _log_probability(logits, target, valid, group, ops, accuracy)
+            log_probability, maximum, factor, is_argmax = _log_probability(
+                logits, target, valid, group, ops, accuracy
+            )
             loss -= log_probability.masked_fill(~is_counted, 0.0).sum()
             if is_argmax is not None:
                 correct += (is_argmax & is_counted).sum()
             if any(needs):
-                _to_logit_gradients_(logits, target, valid, maximum, factor.masked_fill(~is_counted, 0.0), ops)
+                factor = factor.masked_fill(~is_counted, 0.0)
+                _to_logit_gradients_(logits, target, valid, maximum, factor, ops)
             if hidden_gradient is not None:
-                torch.matmul(logits, weight, out=hidden_gradient[start : start + step].flatten(0, 1))
+                torch.matmul(logits, weight, out=hidden_gradient[positions].flatten(0, 1))
             if bias_gradient is not None:
                 bias_gradient += logits.sum(0, dtype=torch.float32)
             if weight_gradient is not None:
@@ -297,28 +369,39 @@ def vocab_parallel_cross_entropy(
     accuracy: bool = False,
     ops: ElementwiseOps = CHUNKED,
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean cross entropy of `hidden` Wᵀ + `bias` against `labels`, and how many labels are the argmax.
+    """Return the mean cross entropy of `hidden` Wᵀ + `bias` against `labels`, and how many labels
+    are the argmax.
 
-    Forward over TP: all-gather of the hidden states under SP; one all-gather of 3 numbers a token; all-reduce
-    (reduce-scatter under SP) of the hidden gradient if one is needed. Backward: none.
+    Forward over TP: all-gather of the hidden states under SP; one all-gather of 3 numbers a token;
+    all-reduce (reduce-scatter under SP) of the hidden gradient if one is needed. Backward: none.
 
     Args:
         hidden: [s, b, h], or a sequence shard [s/t, b, h] when `sequence`.
         weight: this rank's [⌈v/t⌉, h] rows of the output layer.
-        labels: whole [s, b], each the token that its position predicts, or `ignore_index`. Their range is not checked.
+        labels: whole [s, b], each the token that its position predicts, or `ignore_index`. Their
+            range is not checked.
         bias: this rank's [⌈v/t⌉] of the output layer's bias, if it has one.
         vocabulary: v; rows past it get no probability and no gradient.
-        divisor: divides the sum of the losses; by default the number of labels that are not ignored. A 0-d tensor needs
-            no synchronisation.
-        accuracy: count the labels that are the argmax, or else return 0. It takes another pass over the logits, and
-            one number more a token in the all-gather.
+        divisor: divides the sum of the losses; by default the number of labels that are not
+            ignored. A 0-d tensor needs no synchronisation.
+        accuracy: count the labels that are the argmax, or else return 0. It takes another pass over
+            the logits, and one number more a token in the all-gather.
         ops: runs the softmax, and chooses the blocks.
 
     Returns:
-        fp32 scalars, equal on all TP ranks. The loss is nan if every label is ignored, as in torch, but 0 with a
-        `divisor`.
+        fp32 scalars, equal on all TP ranks. The loss is nan if every label is ignored, as in torch,
+        but 0 with a `divisor`.
     """
-    options = (vocabulary, ignore_index, group, sequence, divisor, accuracy, torch.is_grad_enabled(), ops)
+    options = (
+        vocabulary,
+        ignore_index,
+        group,
+        sequence,
+        divisor,
+        accuracy,
+        torch.is_grad_enabled(),
+        ops,
+    )
     loss, correct = _LinearCrossEntropy.apply(hidden, weight, bias, labels, *options)
     return loss, correct
 
@@ -326,7 +409,9 @@ def vocab_parallel_cross_entropy(
 def vocab_parallel_logits(
     hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None, vocabulary: int, group: Group
 ) -> Tensor:
-    """Return the whole logits on every TP rank. [s, b, h] → [s, b, v]; all-gather over TP, no gradient through it."""
+    """Return the whole logits on every TP rank. [s, b, h] → [s, b, v]; all-gather over TP, no
+    gradient through it.
+    """
     local = F.linear(hidden, weight, bias).detach()
     if group_size(group) == 1:
         return local[..., :vocabulary]

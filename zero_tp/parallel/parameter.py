@@ -1,9 +1,9 @@
 """Make parameters: name, shard, initialise, and set their layout.
 
-Initial weights are the same for every TP size. A parameter is drawn on the CPU in fp32, in blocks of rows along the
-split dimension; every block has its own generator, seeded by (run seed, parameter name, block). A rank draws only the
-blocks of its shard, and TP 1, 2 and 4 start from the same bits. Data-parallel ranks hold the same shards, so one of
-them draws each block.
+Initial weights are the same for every TP size. A parameter is drawn on the CPU in fp32, in blocks
+of rows along the split dimension; every block has its own generator, seeded by (run seed, parameter
+name, block). A rank draws only the blocks of its shard, and TP 1, 2 and 4 start from the same bits.
+Data-parallel ranks hold the same shards, so one of them draws each block.
 """
 
 from __future__ import annotations
@@ -48,9 +48,17 @@ class WeightSource(Protocol):
     """Gives new parameters their values: from their `Init` (SeededInit), from files, or zeros."""
 
     def fill(
-        self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
+        self,
+        local: Tensor,
+        name: str,
+        whole: Sequence[int],
+        layout: Layout,
+        init: Init,
+        topology: Topology,
     ) -> None:
-        """Write this rank's shard of the parameter `name`, of the whole shape `whole`, into `local`."""
+        """Write this rank's shard of the parameter `name`, of the whole shape `whole`, into
+        `local`.
+        """
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,13 @@ class SeededInit:
     seed: int
 
     def fill(
-        self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
+        self,
+        local: Tensor,
+        name: str,
+        whole: Sequence[int],
+        layout: Layout,
+        init: Init,
+        topology: Topology,
     ) -> None:
         if isinstance(init, ConstantInit):
             local.fill_(init.value)
@@ -72,10 +86,13 @@ class SeededInit:
             self._draw(rows[span.local], name, span.whole_start, whole[layout.dim], init)
 
     def _draw(self, rows: Tensor, name: str, start: int, total: int, init: Normal) -> None:
-        """Draw the parameter's rows from `start` on into `rows`, in blocks and fp32; `total`: all its rows."""
+        """Draw the parameter's rows from `start` on into `rows`, in blocks and fp32; `total`:
+        all its rows.
+        """
         stop = start + len(rows)
         for block in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)):
-            first, last = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, total)
+            first = block * BLOCK_ROWS
+            last = min((block + 1) * BLOCK_ROWS, total)
             target = rows[max(first - start, 0) : last - start]
             if not len(target):
                 continue
@@ -83,7 +100,9 @@ class SeededInit:
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             # zero.Init patches torch.empty and others to use the run's dtype, but not torch.normal.
             shape = (last - first, target[0].numel())
-            values = torch.normal(0.0, init.std, shape, generator=generator, dtype=torch.float32, device="cpu")
+            values = torch.normal(
+                0.0, init.std, shape, generator=generator, dtype=torch.float32, device="cpu"
+            )
             if init.zero_row is not None and first <= init.zero_row < last:
                 values[init.zero_row - first] = 0.0
             target.copy_(values[max(start - first, 0) : stop - first].view(target.shape))
@@ -91,32 +110,39 @@ class SeededInit:
 
 @dataclass(frozen=True)
 class ShardedSeededInit(SeededInit):
-    """Draw each block of the same weights on one rank of a group; gather all blocks on the group's first rank.
+    """Draw each block of the same weights on one rank of a group; gather all blocks on the group's
+    first rank.
 
-    Only the group's first rank has all values; broadcast them before use. All ranks of the group must make the same
-    shards in the same order.
+    Only the group's first rank has all values; broadcast them before use. All ranks of the group
+    must make the same shards in the same order.
     """
 
     group: Group
 
     def _draw(self, rows: Tensor, name: str, start: int, total: int, init: Normal) -> None:
         """Draw this rank's blocks; gather all on the group's first rank by one all-to-all."""
-        ranks, rank, stop = group_size(self.group), group_rank(self.group), start + len(rows)
-        first, last = start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)
+        ranks = group_size(self.group)
+        rank = group_rank(self.group)
+        stop = start + len(rows)
+        first = start // BLOCK_ROWS
+        last = -(-stop // BLOCK_ROWS)
         blocks = [first + -(-(last - first) * index // ranks) for index in range(ranks + 1)]
         bounds = [min(max(block * BLOCK_ROWS, start), stop) - start for block in blocks]
         own = rows[bounds[rank] : bounds[rank + 1]]
         super()._draw(own, name, start + bounds[rank], total, init)
         if ranks == 1:
             return
-        rows_sent, rows_received = [0] * ranks, [0] * ranks
+        rows_sent = [0] * ranks
+        rows_received = [0] * ranks
         if rank == 0:
             rows_received[1:] = [end - begin for begin, end in pairwise(bounds[1:])]
         else:
             rows_sent[0] = len(own)
         others = rows[bounds[1] : bounds[1] + sum(rows_received)]
         gathered = torch.empty_like(others, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(gathered, own[: sum(rows_sent)].contiguous(), rows_received, rows_sent, group=self.group)
+        dist.all_to_all_single(
+            gathered, own[: sum(rows_sent)].contiguous(), rows_received, rows_sent, group=self.group
+        )
         others.copy_(gathered)
 
 
@@ -125,7 +151,13 @@ class Zeros:
     """A source of zeros, whatever the `Init`: a checkpoint replaces them."""
 
     def fill(
-        self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
+        self,
+        local: Tensor,
+        name: str,
+        whole: Sequence[int],
+        layout: Layout,
+        init: Init,
+        topology: Topology,
     ) -> None:
         local.zero_()
 
@@ -147,7 +179,9 @@ class ParameterMaker:
         """Return the maker for the submodule `name`."""
         return replace(self, prefix=f"{self.prefix}{name}.")
 
-    def parameter(self, name: str, whole: Sequence[int], layout: Layout, init: Init) -> nn.Parameter:
+    def parameter(
+        self, name: str, whole: Sequence[int], layout: Layout, init: Init
+    ) -> nn.Parameter:
         """Make this rank's shard of the parameter `name` whose whole shape is `whole`."""
         full_name = self.prefix + name
         try:

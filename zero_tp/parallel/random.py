@@ -1,7 +1,8 @@
 """The two random streams of dropout.
 
-Tensor-parallel ranks must drop the same elements in replicated regions (residual dropout without SP) and different
-ones in split regions (attention; everything under SP): arXiv 1909.08053, section 3.
+Tensor-parallel ranks must drop the same elements in replicated regions (residual dropout without
+SP) and different ones in split regions (attention; everything under SP): arXiv 1909.08053, section
+3.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from zero_tp.parallel.topology import Topology
 
-SHARED, PER_RANK = "shared", "per_rank"
+SHARED = "shared"
+PER_RANK = "per_rank"
 
 
 @contextmanager
@@ -33,7 +35,9 @@ def _copied_state(generator: torch.Generator) -> Iterator[None]:
 
 @contextmanager
 def _shared_state(generator: torch.Generator) -> Iterator[None]:
-    """Let the CUDA device's default generator draw from `generator`, by pointing it at the same state."""
+    """Let the CUDA device's default generator draw from `generator`, by pointing it at the same
+    state.
+    """
     default = torch.cuda.default_generators[generator.device.index]
     before = default.graphsafe_get_state()
     default.graphsafe_set_state(generator)
@@ -46,8 +50,8 @@ def _shared_state(generator: torch.Generator) -> Iterator[None]:
 class RandomStreams:
     """Two generators of one device, one of which is active inside `use`.
 
-    torch's dropout and attention draw from the device's default generator only, so a stream's state is swapped into it
-    and back.
+    torch's dropout and attention draw from the device's default generator only, so a stream's state
+    is swapped into it and back.
     """
 
     def __init__(self, topology: Topology, seed: int, device: torch.device | str = "cpu"):
@@ -55,7 +59,9 @@ class RandomStreams:
         self._activate = _copied_state
         if self.device.type == "cuda":
             index = torch.cuda.current_device()  # also fills torch.cuda.default_generators
-            self.device = torch.device("cuda", index if self.device.index is None else self.device.index)
+            self.device = torch.device(
+                "cuda", index if self.device.index is None else self.device.index
+            )
             self._activate = _shared_state
         self.reseed(topology, seed)
 
@@ -66,12 +72,16 @@ class RandomStreams:
     def reseed(self, topology: Topology, seed: int) -> None:
         """Restart both streams."""
         self._generators = {
-            name: torch.Generator(self.device).manual_seed(topology.seed(seed, per_rank=name == PER_RANK))
+            name: torch.Generator(self.device).manual_seed(
+                topology.seed(seed, per_rank=name == PER_RANK)
+            )
             for name in (SHARED, PER_RANK)
         }
 
     def use(self, name: str) -> AbstractContextManager[None]:
-        """Let torch draw from the stream `name` (SHARED or PER_RANK); afterwards restore the default generator."""
+        """Let torch draw from the stream `name` (SHARED or PER_RANK); afterwards restore the
+        default generator.
+        """
         return self._activate(self._generators[name])
 
     def snapshot(self) -> dict[str, torch.Generator]:
@@ -81,7 +91,8 @@ class RandomStreams:
     @contextmanager
     def replaying(self, snapshot: dict[str, torch.Generator]) -> Iterator[None]:
         """Repeat the draws that followed the snapshot; then restore the streams."""
-        current, self._generators = self._generators, {name: state.clone_state() for name, state in snapshot.items()}
+        current = self._generators
+        self._generators = {name: state.clone_state() for name, state in snapshot.items()}
         try:
             yield
         finally:
@@ -102,12 +113,15 @@ class RandomStreams:
 class Dropout(nn.Module):
     """Dropout with probability p from one of the streams. [*] → [*].
 
-    `torch.native_dropout` keeps a mask of one byte an element; `F.dropout`'s mask has the tensor's dtype.
+    `torch.native_dropout` keeps a mask of one byte an element; `F.dropout`'s mask has the tensor's
+    dtype.
     """
 
     def __init__(self, p: float, streams: RandomStreams, stream: str):
         super().__init__()
-        self.p, self.streams, self.stream = p, streams, stream
+        self.p = p
+        self.streams = streams
+        self.stream = stream
 
     def forward(self, tensor: Tensor) -> Tensor:
         if self.p == 0.0 or not self.training:

@@ -31,8 +31,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 class FileDigest:
     """The size and hash of a file: the hexadecimal SHA-256 of the SHA-256s of its parts of 8 MiB.
 
-    Several threads hash the parts, because one hashes 1.8 GB/s, less than some disks deliver. A file written without
-    hashing has empty `sha256` and `parts`.
+    Several threads hash the parts, because one hashes 1.8 GB/s, less than some disks deliver. A
+    file written without hashing has empty `sha256` and `parts`.
     """
 
     size: int
@@ -49,7 +49,8 @@ class _PartHasher:
     """Hashes a file's content in parts, on threads, while the next parts are written or read."""
 
     def __init__(self, threads: ThreadPoolExecutor):
-        self._threads, self._part = threads, bytearray()
+        self._threads = threads
+        self._part = bytearray()
         self._pending: deque[Future[Any]] = deque()
         self._done: list[bytes] = []
 
@@ -76,7 +77,9 @@ class _PartHasher:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to write: the file's header needs its shape and dtype first; `read` returns its data."""
+    """A tensor to write: the file's header needs its shape and dtype first; `read` returns its
+    data.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -90,7 +93,11 @@ class Entry:
 
 
 def write_tensors(
-    path: Path, entries: Iterable[Entry], metadata: dict[str, str] | None = None, *, hashed: bool = True
+    path: Path,
+    entries: Iterable[Entry],
+    metadata: dict[str, str] | None = None,
+    *,
+    hashed: bool = True,
 ) -> FileDigest:
     """Write a safetensors file, one tensor in memory at a time, and flush it to the disk."""
     entries = list(entries)
@@ -98,7 +105,9 @@ def write_tensors(
     size = len(header) + sum(entry.size for entry in entries)
     with path.open("wb") as file, ThreadPoolExecutor(HASHING_THREADS) as threads:
         hasher = _PartHasher(threads)
-        for content in chain([memoryview(header)], (tensor_bytes(entry.read()) for entry in entries)):
+        for content in chain(
+            [memoryview(header)], (tensor_bytes(entry.read()) for entry in entries)
+        ):
             file.write(content)
             if hashed:
                 hasher.update(content)
@@ -126,7 +135,9 @@ def _header(entries: list[Entry], metadata: dict[str, str] | None) -> bytes:
 
 
 def hash_file(path: Path) -> FileDigest:
-    """Read and hash a file. One thread reads in order, which disks and readahead favour; others hash."""
+    """Read and hash a file. One thread reads in order, which disks and readahead favour; others
+    hash.
+    """
     size = 0
     with path.open("rb") as file, ThreadPoolExecutor(HASHING_THREADS) as threads:
         hasher = _PartHasher(threads)

@@ -1,7 +1,9 @@
-"""Score target tokens for evaluation, with the vocabulary split over TP: their losses, and whether they are the argmax.
+"""Score target tokens for evaluation, with the vocabulary split over TP: their losses, and whether
+they are the argmax.
 
-Only positions with a target get logits, one chunk at a time. Ranks exchange 2 + 2k numbers a position and never logits.
-v vocabulary, t TP size, h hidden, n positions with a target, k alternatives.
+Only positions with a target get logits, one chunk at a time. Ranks exchange 2 + 2k numbers a
+position and never logits. v vocabulary, t TP size, h hidden, n positions with a target, k
+alternatives.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from zero_tp.parallel.layout import vocab_shard_range
 
 
 class TokenScores(NamedTuple):
-    """Negative log-likelihood of every target (fp32, nats), and whether its logit is the greatest (bool).
+    """Negative log-likelihood of every target (fp32, nats), and whether its logit is the greatest
+    (bool).
 
     Ties go to the lowest token id, as in torch's argmax. Ignored targets have 0 and False.
     """
@@ -44,7 +47,8 @@ def vocab_parallel_token_scores(
 
     Args:
         hidden: [s, b, h], whole on every rank.
-        weight: this rank's [⌈v/t⌉, h] rows of the output layer; those past `vocabulary` get no probability.
+        weight: this rank's [⌈v/t⌉, h] rows of the output layer; those past `vocabulary` get no
+            probability.
         labels: [s, b], or [s, b, k]: k alternatives at each position; `ignore_index` is not scored.
 
     Returns:
@@ -61,15 +65,20 @@ def vocab_parallel_token_scores(
         if not len(chunk):
             continue
         logits = loss.shard_logits(flat_hidden[chunk], weight, bias, valid)
-        nll[chunk], greedy[chunk] = scores_of_logits(logits, flat_labels[chunk], first=first, valid=valid, group=group)
+        nll[chunk], greedy[chunk] = scores_of_logits(
+            logits, flat_labels[chunk], first=first, valid=valid, group=group
+        )
     scored = flat_labels != ignore_index
-    return TokenScores(nll.where(scored, 0.0).view(labels.shape), (greedy & scored).view(labels.shape))
+    return TokenScores(
+        nll.where(scored, 0.0).view(labels.shape), (greedy & scored).view(labels.shape)
+    )
 
 
 def scores_of_logits(
     logits: Tensor, labels: Tensor, *, first: int = 0, valid: int | None = None, group: Group = None
 ) -> TokenScores:
-    """Return the scores [n, k] of `labels` [n, k] under this rank's fp32 `logits` [n, v/t], which it overwrites.
+    """Return the scores [n, k] of `labels` [n, k] under this rank's fp32 `logits` [n, v/t], which
+    it overwrites.
 
     Scores of labels below 0 are undefined.
 
@@ -79,14 +88,21 @@ def scores_of_logits(
     """
     valid = logits.shape[1] if valid is None else valid
     here = (labels >= first) & (labels < first + valid)
-    label_logits = logits.gather(1, (labels - first).clamp(0, logits.shape[1] - 1)).masked_fill(~here, 0.0)
+    label_logits = logits.gather(1, (labels - first).clamp(0, logits.shape[1] - 1)).masked_fill(
+        ~here, 0.0
+    )
     best = logits.amax(1)
-    # Argmax only for rows whose label has the maximum; all rows would take 5 % of the logits' time (CPU, h 576).
+    # Argmax only for rows whose label has the maximum; all rows would take 5 % of the logits' time
+    # (CPU, h 576).
     row, alternative = (here & (label_logits == best.unsqueeze(1))).nonzero(as_tuple=True)
     is_local_argmax = torch.zeros_like(label_logits)
-    is_local_argmax[row, alternative] = (logits[row].argmax(1) + first == labels[row, alternative]).to(logits.dtype)
+    is_local_argmax[row, alternative] = (
+        logits[row].argmax(1) + first == labels[row, alternative]
+    ).to(logits.dtype)
     total = logits.sub_(best.unsqueeze(1)).exp_().sum(1)
-    softmax = loss.all_gather_softmax(best, total, torch.cat((label_logits, is_local_argmax), 1).t(), group)
+    softmax = loss.all_gather_softmax(
+        best, total, torch.cat((label_logits, is_local_argmax), 1).t(), group
+    )
     logits_by_rank, argmax_by_rank = softmax.extra.transpose(1, 2).chunk(2, 2)  # [t, n, k]
     nll = softmax.total.log().unsqueeze(1) - (logits_by_rank.sum(0) - softmax.greatest.unsqueeze(1))
     return TokenScores(nll, softmax.is_argmax(argmax_by_rank == 1))

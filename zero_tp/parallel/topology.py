@@ -1,8 +1,8 @@
 """The TP × DP grid of ranks, with its process groups, coordinates and seeds: DeepSpeed's `mpu`.
 
-Ranks are laid out as in Megatron-LM (arXiv 1909.08053, section 3): t consecutive ranks form a tensor-parallel (TP)
-group. Ranks at the same position in those groups form a data-parallel (DP) group. Rank r has TP rank r mod t and
-DP rank r // t.
+Ranks are laid out as in Megatron-LM (arXiv 1909.08053, section 3): t consecutive ranks form a
+tensor-parallel (TP) group. Ranks at the same position in those groups form a data-parallel (DP)
+group. Rank r has TP rank r mod t and DP rank r // t.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ MAX_NAMED = 4
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks in words: `rank 3`, `ranks 0 and 2`, or, of many, `ranks 0, 1, 2 and 509 more`."""
+    """Return ranks in words: `rank 3`, `ranks 0 and 2`, or, of many, `ranks 0, 1, 2 and 509
+    more`.
+    """
     words = [str(rank) for rank in ranks]
     if len(words) == 1:
         return f"rank {words[0]}"
@@ -36,7 +38,9 @@ def data_parallel_size(world: int, tensor: int) -> int:
     if world < 1:
         raise ConfigError("world size", f"{world} is not positive", "start at least one rank")
     if world > MAX_RANKS:
-        raise ConfigError("world size", f"{shown(world)} is too many ranks", f"use at most {MAX_RANKS}")
+        raise ConfigError(
+            "world size", f"{shown(world)} is too many ranks", f"use at most {MAX_RANKS}"
+        )
     if world % tensor:
         remedy = f"start a multiple of {tensor} ranks, or use a tensor degree that divides {world}"
         inequality = f"tensor {tensor} × data {world / tensor:.4g} ≠ world {world}"
@@ -47,9 +51,9 @@ def data_parallel_size(world: int, tensor: int) -> int:
 class Topology:
     """One rank's coordinates and process groups in the TP × DP grid.
 
-    It is the `mpu` of `deepspeed.initialize`; the `get_*` methods are exactly those that DeepSpeed needs. It must not
-    have `get_sequence_*` or `initialize_sequence_parallel`, by which DeepSpeed enables Ulysses and changes ZeRO's
-    groups.
+    It is the `mpu` of `deepspeed.initialize`; the `get_*` methods are exactly those that DeepSpeed
+    needs. It must not have `get_sequence_*` or `initialize_sequence_parallel`, by which DeepSpeed
+    enables Ulysses and changes ZeRO's groups.
 
     Attributes:
         tensor, data: TP degree t and DP degree.
@@ -67,13 +71,14 @@ class Topology:
         rank: int | None = None,
         timeout: timedelta | None = None,
     ):
-        """Find this rank's coordinates and make the groups. Collective over all ranks: every rank makes every group.
+        """Find this rank's coordinates and make the groups. Collective over all ranks: every rank
+        makes every group.
 
         Args:
             tensor: TP degree t; world must be a multiple of it.
             sequence: enable SP; has no effect without TP.
-            world, rank: for a description of the grid without process groups (planning, tests); by default those of
-                `torch.distributed`, or one process.
+            world, rank: for a description of the grid without process groups (planning, tests); by
+                default those of `torch.distributed`, or one process.
             timeout: limit of one collective in the new groups.
         """
         import torch.distributed as dist  # here, so that a config is read without loading torch
@@ -96,11 +101,12 @@ class Topology:
             self.data_group = self._group(self.data_members(), timeout)
 
     def _group(self, members: list[list[int]], timeout: timedelta | None) -> ProcessGroup:
-        """Make every group of `members`, which partition the world; return this rank's. Collective over all ranks.
+        """Make every group of `members`, which partition the world; return this rank's. Collective
+        over all ranks.
 
-        If one group holds all ranks, it is the world's own. NCCL makes all groups by one split of the world's
-        communicator; `new_group` would split once per group, each time with all ranks. A group of one rank is made
-        too, because DeepSpeed takes None for the world.
+        If one group holds all ranks, it is the world's own. NCCL makes all groups by one split of
+        the world's communicator; `new_group` would split once per group, each time with all ranks.
+        A group of one rank is made too, because DeepSpeed takes None for the world.
         """
         import torch.distributed as dist
 
@@ -112,7 +118,9 @@ class Topology:
             groups: list[Any] = [dist.split_group(split_ranks=members, timeout=timeout)]
         else:
             groups = [dist.new_group(ranks, timeout=timeout) for ranks in members]
-        own: ProcessGroup = next(group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER)
+        own: ProcessGroup = next(
+            group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER
+        )
         return own
 
     def tensor_members(self) -> list[list[int]]:
@@ -126,8 +134,9 @@ class Topology:
     def seed(self, base: int, *, per_rank: bool) -> int:
         """Return the seed of one of the two random streams of dropout.
 
-        Ranks of a TP group share a stream in replicated regions (`per_rank=False`) and have one each in sharded regions
-        (`per_rank=True`). DP ranks never share a stream, because they train on other samples.
+        Ranks of a TP group share a stream in replicated regions (`per_rank=False`) and have one
+        each in sharded regions (`per_rank=True`). DP ranks never share a stream, because they train
+        on other samples.
         """
         stream = f"{base}/{self.data_rank}/{self.tensor_rank if per_rank else 'shared'}"
         return int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8], "little") >> 1

@@ -1,4 +1,6 @@
-"""Callbacks watch and extend a training run: logging, guards, validation and checkpoints are all callbacks."""
+"""Callbacks watch and extend a training run: logging, guards, validation and checkpoints are all
+callbacks.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ Metrics = Mapping[str, float | int | None]
 class Callback:
     """React to the events of a training run; subclass it and override what you need.
 
-    Each method is called on every rank, so it may contain collectives. Callbacks are called in their order, `on_end` in
-    reverse. An exception ends the run.
+    Each method is called on every rank, so it may contain collectives. Callbacks are called in
+    their order, `on_end` in reverse. An exception ends the run.
     """
 
     def on_start(self, state: TrainState) -> None:
@@ -39,10 +41,14 @@ class Callback:
         """Prepare for `state.step`, before its batches are read."""
 
     def on_step_end(self, state: TrainState) -> None:
-        """Handle the end of `state.step`: the optimizer has updated the weights, or has skipped the step."""
+        """Handle the end of `state.step`: the optimizer has updated the weights, or has skipped
+        the step.
+        """
 
     def on_evaluate(self, state: TrainState) -> None:
-        """Evaluate the model: after every `evaluation.interval` steps and after step `total_steps`."""
+        """Evaluate the model: after every `evaluation.interval` steps and after step
+        `total_steps`.
+        """
 
     def on_save(self, state: TrainState) -> None:
         """Prepare for a checkpoint of `state.step`, which is about to be written."""
@@ -51,7 +57,9 @@ class Callback:
         """Handle one line of metrics.jsonl: "step" and numbers by name; None is unknown."""
 
     def on_end(self, state: TrainState) -> None:
-        """Clean up, also when `state.error` ended the run. Called for each callback whose `on_start` returned."""
+        """Clean up, also when `state.error` ended the run. Called for each callback whose
+        `on_start` returned.
+        """
 
 
 @dataclass
@@ -61,11 +69,14 @@ class TrainState:
     Attributes:
         inputs: the run's config, corpora, tokenizer and model config.
         engine: the model in DeepSpeed's engine.
-        step: the step that is running, or the last completed one; 0 before the first step of a new run.
+        step: the step that is running, or the last completed one; 0 before the first step of a new
+            run.
         parent: the checkpoint of another run that this run was started from.
-        check_owner: raises a UserError on rank 0 if another launch has taken the run directory over.
+        check_owner: raises a UserError on rank 0 if another launch has taken the run directory
+            over.
         requests: set its `stop` or `save` to stop or save after this step; one rank is enough.
-        skipped_in_a_row: number of steps up to this one that were skipped because loss or gradients were not finite.
+        skipped_in_a_row: number of steps up to this one that were skipped because loss or gradients
+            were not finite.
         stop: this step is the last, because a rank requested it.
         failure: ends the run after this step's callbacks; a callback sets it on all ranks.
         error: the exception that ended the run, for `on_end`.
@@ -127,7 +138,9 @@ class TrainState:
 
     @contextlib.contextmanager
     def tolerate_failed_write(self, target: str) -> Iterator[None]:
-        """Count a failed write to a log, which stops no training; report the first one to each target."""
+        """Count a failed write to a log, which stops no training; report the first one to each
+        target.
+        """
         try:
             yield
         except BrokenPipeError:

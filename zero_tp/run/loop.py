@@ -1,4 +1,6 @@
-"""The training loop: it runs steps, decides when to evaluate, save and stop, and leaves all else to callbacks."""
+"""The training loop: it runs steps, decides when to evaluate, save and stop, and leaves all else
+to callbacks.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,20 @@ from zero_tp.run.callback import Callback, TrainState
 from zero_tp.run.process.signals import Requests
 
 
-def train(state: TrainState, callbacks: Sequence[Callback], requests: Requests | None = None) -> None:
+def train(
+    state: TrainState, callbacks: Sequence[Callback], requests: Requests | None = None
+) -> None:
     """Train until the run's last step. Collective over all ranks.
 
     Args:
         state: from `zero_tp.run.start.start_training`, inside its block.
-        callbacks: from `zero_tp.run.run_callbacks.run_callbacks`; without them nothing is logged or saved.
+        callbacks: from `zero_tp.run.run_callbacks.run_callbacks`; without them nothing is logged or
+            saved.
         requests: flags that signals raise: save, or save and stop.
 
     Raises:
-        UserError: the loss is not finite and `on_nonfinite` is "stop", more than 10 steps in a row were skipped, or
-            the last checkpoint cannot be written.
+        UserError: the loss is not finite and `on_nonfinite` is "stop", more than 10 steps in a row
+            were skipped, or the last checkpoint cannot be written.
     """
     if state.step >= state.total_steps:
         return
@@ -43,14 +48,23 @@ def train(state: TrainState, callbacks: Sequence[Callback], requests: Requests |
             if state.stop:
                 break
         if state.step < state.total_steps:
-            state.print(f"stopped after step {state.step}, as requested; the same command resumes from there")
+            state.print(
+                f"stopped after step {state.step}, as requested; the same command resumes from "
+                "there"
+            )
         else:
             name = state.directory
-            state.print(f"next: zero-tp report {name}, zero-tp convert to-hf {name} --output exports/{name.name}")
-        dist.barrier()  # rank 0 hosts the store, and other ranks may still ask it about the last save
+            state.print(
+                f"next: zero-tp report {name}, zero-tp convert to-hf {name} --output "
+                f"exports/{name.name}"
+            )
+        # rank 0 hosts the store, and other ranks may still ask it about the last save
+        dist.barrier()
 
 
-def _end(callback: Callback, state: TrainState, kind: object, error: BaseException | None, trace: object) -> None:
+def _end(
+    callback: Callback, state: TrainState, kind: object, error: BaseException | None, trace: object
+) -> None:
     state.error = error
     callback.on_end(state)
 
@@ -81,10 +95,13 @@ def _run_step(state: TrainState, batches: ReadAhead[list[Any]]) -> None:
 def _is_save_due(state: TrainState) -> bool:
     """Return whether a checkpoint is due by `checkpoint.interval`; never after a skipped step.
 
-    The weights may be the reason for the non-finite loss, and their checkpoint would replace good ones.
+    The weights may be the reason for the non-finite loss, and their checkpoint would replace good
+    ones.
     """
     if not state.is_due(state.config.zero_tp.checkpoint.interval):
         return False
     if state.skipped_in_a_row:
-        state.print(f"step {state.step} is not saved: the last {state.skipped_in_a_row} steps were skipped")
+        state.print(
+            f"step {state.step} is not saved: the last {state.skipped_in_a_row} steps were skipped"
+        )
     return not state.skipped_in_a_row

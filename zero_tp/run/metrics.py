@@ -11,8 +11,9 @@ from zero_tp.base.constants import GIB
 def memory_gib(device_type: str = "cpu") -> float:
     """Return the peak memory of this rank in GiB (2³⁰ bytes).
 
-    On "cuda" the most that torch's allocator had in use (`max_memory_allocated`), without the context's 1-2 GB. On
-    "cpu" the most memory that the process had resident, with libraries and shared pages.
+    On "cuda" the most that torch's allocator had in use (`max_memory_allocated`), without the
+    context's 1-2 GB. On "cpu" the most memory that the process had resident, with libraries and
+    shared pages.
     """
     if device_type == "cuda":
         import torch

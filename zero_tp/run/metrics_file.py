@@ -21,7 +21,9 @@ class MetricsFile(Callback):
     """
 
     def on_start(self, state: TrainState) -> None:
-        self._path, self._first_step, self._is_cut = state.directory / METRICS_FILE, state.step, False
+        self._path = state.directory / METRICS_FILE
+        self._first_step = state.step
+        self._is_cut = False
         self._write(state, None)
 
     def on_log(self, state: TrainState, values: Metrics) -> None:
@@ -43,34 +45,50 @@ class MetricsFile(Callback):
 
 
 def metrics_line(values: Metrics) -> str:
-    """Return one strict JSON object. A non-finite value is null, and `nonfinite` says which: `{"loss": "nan"}`."""
+    """Return one strict JSON object. A non-finite value is null, and `nonfinite` says which:
+    `{"loss": "nan"}`.
+    """
     nonfinite = {
-        name: str(value) for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)
+        name: str(value)
+        for name, value in values.items()
+        if isinstance(value, float) and not math.isfinite(value)
     }
-    line: dict[str, object] = {name: None if name in nonfinite else value for name, value in values.items()}
+    line: dict[str, object] = {
+        name: None if name in nonfinite else value for name, value in values.items()
+    }
     return json.dumps(line | ({"nonfinite": nonfinite} if nonfinite else {}), allow_nan=False)
 
 
 def read_line(line: bytes) -> tuple[int, dict[str, float]] | None:
-    """Return (step, its other numbers by name, non-finite ones as nan); None for a line that is not a record."""
+    """Return (step, its other numbers by name, non-finite ones as nan); None for a line that is
+    not a record.
+    """
     try:
         record = parse_json(line)
-        step, nonfinite = record["step"], record.get("nonfinite", {})
+        step = record["step"]
+        nonfinite = record.get("nonfinite", {})
         numbers = {
             name: math.nan if name in nonfinite else float(value)
             for name, value in record.items()
             if name in nonfinite or (name != "step" and isinstance(value, int | float))
         }
-    except (InvalidJson, AttributeError, KeyError, OverflowError, TypeError):  # the caller counts and reports it
+    except (
+        InvalidJson,
+        AttributeError,
+        KeyError,
+        OverflowError,
+        TypeError,
+    ):  # the caller counts and reports it
         return None
     return (step, numbers) if isinstance(step, int) else None
 
 
 def cut_metrics(path: Path, last_step: int) -> int:
-    """Remove the lines of steps after `last_step` and unreadable ones; return how many were unreadable.
+    """Remove the lines of steps after `last_step` and unreadable ones; return how many were
+    unreadable.
 
-    A run that resumes from step k trains k + 1, … again, and the file holds each step once. A killed run can leave
-    half a line.
+    A run that resumes from step k trains k + 1, … again, and the file holds each step once. A
+    killed run can leave half a line.
     """
     if not os.path.lexists(path):
         return 0

@@ -21,20 +21,24 @@ def step_range(text: str, steps: int) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,20}):(\d{1,20})", text)
     first, last = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= first <= last <= steps:
-        raise UserError(f"--profile-steps {text}: write FIRST:LAST, from 1 to zero_tp.training.steps, {steps}")
+        raise UserError(
+            f"--profile-steps {text}: write FIRST:LAST, from 1 to zero_tp.training.steps, {steps}"
+        )
     return first, last
 
 
 class StepProfiler(Callback):
-    """Profile rank 0's steps `first` to `last`; a run that resumes between them is profiled from its first step.
+    """Profile rank 0's steps `first` to `last`; a run that resumes between them is profiled from
+    its first step.
 
-    Files in RUN/profile: `steps_FIRST-LAST.json.gz`, a trace of operators and memory for Perfetto or TensorBoard;
-    `.txt`, the operators that take the most time; on CUDA also `.pickle`, the allocator's snapshot for
-    https://pytorch.org/memory_viz.
+    Files in RUN/profile: `steps_FIRST-LAST.json.gz`, a trace of operators and memory for Perfetto
+    or TensorBoard; `.txt`, the operators that take the most time; on CUDA also `.pickle`, the
+    allocator's snapshot for https://pytorch.org/memory_viz.
     """
 
     def __init__(self, first: int, last: int):
-        self.first, self.last = first, last
+        self.first = first
+        self.last = last
         self._profile: profile | None = None
 
     def on_start(self, state: TrainState) -> None:
@@ -44,7 +48,11 @@ class StepProfiler(Callback):
             state.print(f"--profile-steps: {steps} came before this start; nothing is recorded")
 
     def on_step_begin(self, state: TrainState) -> None:
-        if not state.is_rank_zero or self._profile is not None or not self.first <= state.step <= self.last:
+        if (
+            not state.is_rank_zero
+            or self._profile is not None
+            or not self.first <= state.step <= self.last
+        ):
             return
         self.first = state.step
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
@@ -56,7 +64,8 @@ class StepProfiler(Callback):
     def on_step_end(self, state: TrainState) -> None:
         if self._profile is None or state.step < self.last:
             return
-        recorded, self._profile = self._profile, None
+        recorded = self._profile
+        self._profile = None
         recorded.stop()
         try:
             state.print(self._write(recorded, state.directory / "profile"))
@@ -66,7 +75,9 @@ class StepProfiler(Callback):
     def on_end(self, state: TrainState) -> None:
         if self._profile is not None:
             self._profile.stop()
-            state.print(f"--profile-steps: the run ended at step {state.step}; no profile was written")
+            state.print(
+                f"--profile-steps: the run ended at step {state.step}; no profile was written"
+            )
 
     def _write(self, recorded: profile, directory: Path) -> str:
         """Write the files and return a line that says where they are."""
@@ -74,7 +85,9 @@ class StepProfiler(Callback):
         name = f"{directory}/steps_{self.first}-{self.last}"
         recorded.export_chrome_trace(f"{name}.json.gz")
         by = "self_device_time_total" if self._cuda else "self_cpu_time_total"
-        write_atomically(Path(f"{name}.txt"), recorded.key_averages().table(sort_by=by, row_limit=OPERATORS))
+        write_atomically(
+            Path(f"{name}.txt"), recorded.key_averages().table(sort_by=by, row_limit=OPERATORS)
+        )
         if self._cuda:
             torch.cuda.memory._dump_snapshot(f"{name}.pickle")
             torch.cuda.memory._record_memory_history(enabled=None)

@@ -27,51 +27,80 @@ COLLECTION_INTERVAL = 50
 SKIPS_IN_A_ROW = 10
 
 
-def run_callbacks(state: TrainState, watch: Watchdog, others: Sequence[Callback] = ()) -> list[Callback]:
-    """Return the run's callbacks with `others` after its log and validation, before its guards and checkpoints."""
+def run_callbacks(
+    state: TrainState, watch: Watchdog, others: Sequence[Callback] = ()
+) -> list[Callback]:
+    """Return the run's callbacks with `others` after its log and validation, before its guards
+    and checkpoints.
+    """
     first: list[Callback] = [WatchdogCallback(watch), StepLogger(), MetricsFile(), Validation()]
     if state.config.zero_tp.logging.experts:
         first.append(ExpertShares())
-    return [*first, *others, SkippedSteps(), GarbageCollection(), ReplicaGuard(), CheckpointCallback()]
+    return [
+        *first,
+        *others,
+        SkippedSteps(),
+        GarbageCollection(),
+        ReplicaGuard(),
+        CheckpointCallback(),
+    ]
 
 
 class Validation(Callback):
-    """Log the loss [nats] and the objective's other figures over `evaluation.batches` of the validation corpora.
+    """Log the loss [nats] and the objective's other figures over `evaluation.batches` of the
+    validation corpora.
 
     Several corpora count by their weights in `data.validation`, whatever their sizes.
     """
 
     def on_evaluate(self, state: TrainState) -> None:
-        samples, config, topology = state.inputs.validation, state.config, state.topology
+        samples = state.inputs.validation
+        config = state.config
+        topology = state.topology
         if samples is None:
             return
         limit = config.zero_tp.evaluation.batches * config.global_batch
         figures: dict[str, float] = {}
         for corpus, (share, windows) in enumerate(samples.shares(limit)):
-            batches = samples.batches(windows, config.micro_batch, topology.data_rank, topology.data, corpus)
+            batches = samples.batches(
+                windows, config.micro_batch, topology.data_rank, topology.data, corpus
+            )
             means = state.engine.evaluate([batch.to(state.engine.device) for batch in batches])
             figures = {name: figures.get(name, 0.0) + share * mean for name, mean in means.items()}
         self.log(state, figures)
 
     def log(self, state: TrainState, figures: Mapping[str, float]) -> None:
         """Print and log the figures; a loss without other figures gets its perplexity."""
-        values = dict(figures) if len(figures) > 1 else {**figures, "perplexity": perplexity(figures["loss"])}
-        shown = (f"{name.replace('_', ' ')} {format_figure(name, value)}" for name, value in values.items())
+        values = (
+            dict(figures)
+            if len(figures) > 1
+            else {**figures, "perplexity": perplexity(figures["loss"])}
+        )
+        shown = (
+            f"{name.replace('_', ' ')} {format_figure(name, value)}"
+            for name, value in values.items()
+        )
         state.print(f"validation at step {state.step}: {', '.join(shown)}")
-        state.log({"step": state.step, **{f"validation_{name}": value for name, value in values.items()}})
+        state.log(
+            {"step": state.step, **{f"validation_{name}": value for name, value in values.items()}}
+        )
 
 
 class ExpertShares(Callback):
     """Log the share of tokens that chose each expert, of every layer in each logged step.
 
-    It counts in forwards of DeepSpeed's engine, not in recomputation. One all-reduce of the counts over DP.
+    It counts in forwards of DeepSpeed's engine, not in recomputation. One all-reduce of the counts
+    over DP.
     """
 
     def on_start(self, state: TrainState) -> None:
-        model, engine = state.engine.model, state.engine.deepspeed_engine
+        model = state.engine.model
+        engine = state.engine.deepspeed_engine
         experts = model.spec.experts
         assert experts is not None
-        self._layers, self._counting, self._tokens = model.spec.expert_layers, False, 0
+        self._layers = model.spec.expert_layers
+        self._counting = False
+        self._tokens = 0
         shape = (len(self._layers), experts.count)
         self._counts = torch.zeros(shape, dtype=torch.int64, device=state.engine.device)
         self._logs = False
@@ -82,17 +111,24 @@ class ExpertShares(Callback):
             router.register_forward_hook(partial(self._count, row))
 
     def on_step_begin(self, state: TrainState) -> None:
-        self._logs = state.is_due(state.config.zero_tp.logging.measured_interval) or state.is_last_step
+        self._logs = (
+            state.is_due(state.config.zero_tp.logging.measured_interval) or state.is_last_step
+        )
 
     def on_step_end(self, state: TrainState) -> None:
         if not self._logs:
             return
-        shares = all_reduce(self._counts, state.topology.data_group) / (self._tokens * state.topology.data)
+        shares = all_reduce(self._counts, state.topology.data_group) / (
+            self._tokens * state.topology.data
+        )
         rows = zip(self._layers, shares.tolist(), strict=True)
-        figures = {f"experts/layer_{n}/{e}": share for n, row in rows for e, share in enumerate(row)}
+        figures = {
+            f"experts/layer_{n}/{e}": share for n, row in rows for e, share in enumerate(row)
+        }
         state.log({"step": state.step, **figures})
         self._counts.zero_()
-        self._logs, self._tokens = False, 0
+        self._logs = False
+        self._tokens = 0
 
     def _count(self, row: int, _: Any, __: Any, output: tuple[Tensor, Tensor]) -> None:
         if self._counting:
@@ -123,12 +159,14 @@ class WatchdogCallback(Callback):
 class GarbageCollection(Callback):
     """Collect garbage after the first step and at each multiple of 50 steps, on all ranks together.
 
-    Automatic collection would interrupt each rank in a different step, and the others would wait for it. Objects that
-    are left after the first step are frozen: later collections of a one-layer model take 0.2 ms instead of 0.2 s.
+    Automatic collection would interrupt each rank in a different step, and the others would wait
+    for it. Objects that are left after the first step are frozen: later collections of a one-layer
+    model take 0.2 ms instead of 0.2 s.
     """
 
     def on_start(self, state: TrainState) -> None:
-        self._frozen, self._was_enabled = False, gc.isenabled()
+        self._frozen = False
+        self._was_enabled = gc.isenabled()
         gc.disable()
 
     def on_step_end(self, state: TrainState) -> None:
@@ -145,19 +183,26 @@ class GarbageCollection(Callback):
 
 
 class SkippedSteps(Callback):
-    """Report each skipped step; fail the run after 10 in a row, or at the first with `on_nonfinite` "stop".
+    """Report each skipped step; fail the run after 10 in a row, or at the first with `on_nonfinite`
+    "stop".
 
-    In fp16 an overflow of the gradients with a finite loss only lowers the loss scale and does not count.
+    In fp16 an overflow of the gradients with a finite loss only lowers the loss scale and does not
+    count.
     """
 
     def on_step_end(self, state: TrainState) -> None:
-        engine, step = state.engine, state.step
+        engine = state.engine
+        step = state.step
         if not engine.skipped:
             state.skipped_in_a_row = 0
             return
-        loss, scale = engine.loss, engine.zero.loss_scale
+        loss = engine.loss
+        scale = engine.zero.loss_scale
         if scale is not None and scale.reduced and math.isfinite(loss):
-            state.print(f"step {step} was skipped: its gradients overflow; the loss scale is {scale.value:g}")
+            state.print(
+                f"step {step} was skipped: its gradients overflow; the loss scale is "
+                f"{scale.value:g}"
+            )
             return
         state.skipped_in_a_row += 1
         if state.config.zero_tp.training.on_nonfinite == "stop":
@@ -168,7 +213,8 @@ class SkippedSteps(Callback):
             state.print(f"step {step} was skipped: its loss or gradients are not finite")
             return
         state.failure = UserError(
-            f"step {step}: loss {loss}, gradients not finite ({reason}); progress since the last checkpoint is lost: "
+            f"step {step}: loss {loss}, gradients not finite ({reason}); progress since the last "
+            "checkpoint is lost: "
             "lower optimizer.params.lr, or look at the data of this step"
         )
 
@@ -187,7 +233,8 @@ class CheckpointCallback(Callback):
     A failed save is logged and training continues, because earlier checkpoints stay valid.
 
     Raises:
-        UserError: the final checkpoint could not be written, or another launch has taken the run directory over.
+        UserError: the final checkpoint could not be written, or another launch has taken the run
+            directory over.
     """
 
     def on_start(self, state: TrainState) -> None:
@@ -222,7 +269,8 @@ class CheckpointCallback(Callback):
         if outcome is None:
             return
         step, problem = outcome
-        notes, self.saver.notes = self.saver.notes, []
+        notes = self.saver.notes
+        self.saver.notes = []
         for note in notes:
             state.print(note)
         if not problem:

@@ -48,15 +48,28 @@ class RunInputs:
         UserError: data, tokenizer and model do not fit, or the directory holds another run.
     """
 
-    def __init__(self, config: RunConfig, directory: Path, *, allow_pickle: bool = False, hash_tokens: bool = True):
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: Path,
+        *,
+        allow_pickle: bool = False,
+        hash_tokens: bool = True,
+    ):
         """Read and check everything.
 
         Args:
             allow_pickle: `zero_tp.model.from_pretrained` may be a directory of pickled weights.
-            hash_tokens: read and hash all tokens (see `IndexedCorpus.content`); one rank of each machine does.
+            hash_tokens: read and hash all tokens (see `IndexedCorpus.content`); one rank of each
+                machine does.
         """
-        self.config, self.directory, self.allow_pickle, self.hash_tokens = config, directory, allow_pickle, hash_tokens
-        self.tokenizer = find_tokenizer(config.zero_tp.tokenizer, next(iter(config.zero_tp.data.train)))
+        self.config = config
+        self.directory = directory
+        self.allow_pickle = allow_pickle
+        self.hash_tokens = hash_tokens
+        self.tokenizer = find_tokenizer(
+            config.zero_tp.tokenizer, next(iter(config.zero_tp.data.train))
+        )
         self.model_config = self._model_config()
         self.samples, self.validation = self._samples()
         if not complete_steps(directory):
@@ -78,33 +91,51 @@ class RunInputs:
 
     @cached_property
     def fingerprint(self) -> TokenizerFingerprint | None:
-        """Return the fingerprint of the run's tokenizer or, without one, of its corpora's; None if none is known."""
+        """Return the fingerprint of the run's tokenizer or, without one, of its corpora's; None
+        if none is known.
+        """
         recorded = [one for one in self._corpus_fingerprints.values() if one is not None]
         if self._tokenizer is None:
             return recorded[0] if recorded else None
-        return TokenizerFingerprint.of(self._tokenizer, [text for one in recorded for text in one.probes])
+        return TokenizerFingerprint.of(
+            self._tokenizer, [text for one in recorded for text in one.probes]
+        )
 
     @cached_property
     def _corpus_fingerprints(self) -> dict[str, TokenizerFingerprint | None]:
         data = self.config.zero_tp.data
-        return {prefix: corpus_fingerprint(prefix) for prefix in (*data.train, *(data.validation or ()))}
+        return {
+            prefix: corpus_fingerprint(prefix) for prefix in (*data.train, *(data.validation or ()))
+        }
 
     def _compare_tokenizers(self) -> list[str]:
-        """Check that all corpora have the ids of one tokenizer, the run's; return a line on those that record none."""
-        recorded, data = self._corpus_fingerprints, self.config.zero_tp.data
+        """Check that all corpora have the ids of one tokenizer, the run's; return a line on
+        those that record none.
+        """
+        recorded = self._corpus_fingerprints
+        data = self.config.zero_tp.data
         first = next((prefix for prefix, one in recorded.items() if one is not None), None)
-        name = f"the tokenizer {self.tokenizer}" if self.tokenizer is not None else f"the tokenizer of {first}"
+        name = (
+            f"the tokenizer {self.tokenizer}"
+            if self.tokenizer is not None
+            else f"the tokenizer of {first}"
+        )
         for prefix, fingerprint in recorded.items():
             if fingerprint is not None and self.fingerprint is not None:
                 key = "zero_tp.data.train" if prefix in data.train else "zero_tp.data.validation"
                 remedy = "prepare all corpora with one tokenizer (--tokenizer DIR)"
                 if self.tokenizer is not None:
                     remedy += ", and set zero_tp.tokenizer to it"
-                fingerprint.require_same(self.fingerprint, f"{key}: the tokenizer of {prefix}", name, remedy)
+                fingerprint.require_same(
+                    self.fingerprint, f"{key}: the tokenizer of {prefix}", name, remedy
+                )
         unknown = [prefix for prefix, fingerprint in recorded.items() if fingerprint is None]
         if not unknown or self.fingerprint is None:
             return []
-        return [f"no tokenizer is recorded with {', '.join(unknown)}, so it was not compared with {name}"]
+        return [
+            f"no tokenizer is recorded with {', '.join(unknown)}, so it was not compared with "
+            f"{name}"
+        ]
 
     @cached_property
     def corpora(self) -> dict[str, dict[str, Any]]:
@@ -125,12 +156,25 @@ class RunInputs:
             for prefix, identity in (self.corpora | self.validation_corpora).items()
         }
         config = self.config.resolved()
-        objects = {"config": config, "model": json.loads(self.model_config.to_json_string()), **corpora}
-        keys = {f"config: {key}": shown(value) for key, value in leaves(config)}  # the first difference names the key
-        tokenizer = {"tokenizer": self.recorded_tokenizer or "nothing"}  # before "model", which holds its token ids
+        objects = {
+            "config": config,
+            "model": json.loads(self.model_config.to_json_string()),
+            **corpora,
+        }
+        keys = {
+            f"config: {key}": shown(value) for key, value in leaves(config)
+        }  # the first difference names the key
+        tokenizer = {
+            "tokenizer": self.recorded_tokenizer or "nothing"
+        }  # before "model", which holds its token ids
         if self.tokenizer is not None:
-            tokenizer[f"tokenizer {self.recorded_tokenizer}"] = f"SHA-256 {files_sha256(self.tokenizer)[:12]}…"
-        content = {name: f"SHA-256 {content_hash({'read': value})[:12]}…" for name, value in objects.items()}
+            tokenizer[f"tokenizer {self.recorded_tokenizer}"] = (
+                f"SHA-256 {files_sha256(self.tokenizer)[:12]}…"
+            )
+        content = {
+            name: f"SHA-256 {content_hash({'read': value})[:12]}…"
+            for name, value in objects.items()
+        }
         tasks = {
             f"file of the task {task}": f"SHA-256 {file_sha256(Path(file))[:12]}…"
             for task, file in self.config.zero_tp.evaluation.task_data.items()
@@ -138,7 +182,9 @@ class RunInputs:
         return keys | tokenizer | content | tasks
 
     def read_ahead(self, topology: Topology, last: int) -> ReadAhead[list[Any]]:
-        """Return this rank's batches up to the step `last`: a list for each step, with one batch a micro-batch."""
+        """Return this rank's batches up to the step `last`: a list for each step, with one batch
+        a micro-batch.
+        """
         sizes = (self.config.global_batch, self.config.micro_batch, self.config.accumulation)
 
         def read(step: int) -> list[Any]:
@@ -147,7 +193,9 @@ class RunInputs:
         return ReadAhead(read, last)
 
     def pretrained(self) -> PretrainedSource | None:
-        """Return the source of the initial weights, None for the seed. It checks all tensors and reads none."""
+        """Return the source of the initial weights, None for the seed. It checks all tensors and
+        reads none.
+        """
         if self.config.pretrained is None:
             return None
         return PretrainedSource(
@@ -158,43 +206,67 @@ class RunInputs:
         )
 
     def check_resumed(self, checkpoint: Path, manifest: Manifest) -> None:
-        """Check that the corpora, the tokenizer and the model of `from_pretrained` are those of a checkpoint.
+        """Check that the corpora, the tokenizer and the model of `from_pretrained` are those of a
+        checkpoint.
 
         Raises:
             UserError: a corpus, the tokenizer or the model has changed since the run was started.
         """
         if self.config.pretrained is not None:
             check_unchanged(self.config.pretrained, self.model_config, manifest.model)
-        saved, remedy = manifest.tokenizer_fingerprint, "restore it, or give another --output-dir"
+        saved = manifest.tokenizer_fingerprint
+        remedy = "restore it, or give another --output-dir"
         if saved is not None and self.hash_tokens and self.fingerprint is not None:
-            name = "the run's tokenizer" if self.tokenizer is None else f"the tokenizer {self.tokenizer}"
-            self.fingerprint.require_same(saved, name, f"the one that {checkpoint} was trained with", remedy)
-        for (prefix, identity), before in zip(self.corpora.items(), manifest.corpora.values(), strict=False):
+            name = (
+                "the run's tokenizer"
+                if self.tokenizer is None
+                else f"the tokenizer {self.tokenizer}"
+            )
+            self.fingerprint.require_same(
+                saved, name, f"the one that {checkpoint} was trained with", remedy
+            )
+        for (prefix, identity), before in zip(
+            self.corpora.items(), manifest.corpora.values(), strict=False
+        ):
             compared = before.keys() & identity.keys()  # only one rank of each node reads `content`
             if any(identity[key] != before[key] for key in compared):
                 raise UserError(
-                    f"zero_tp.data.train: {prefix} holds {_describe_corpus(identity, compared)}, but the run of "
-                    f"{checkpoint} was started with {_describe_corpus(before, compared)}; prepare it as it was, or "
+                    f"zero_tp.data.train: {prefix} holds {_describe_corpus(identity, compared)}, "
+                    "but the run of "
+                    f"{checkpoint} was started with {_describe_corpus(before, compared)}; prepare "
+                    "it as it was, or "
                     "give another --output-dir"
                 )
 
     def _samples(self) -> tuple[TrainingSamples[Any], FixedSamples[Any] | None]:
         """Return the objective's training and validation samples."""
         block = self.config.zero_tp
-        data, seed, objective, length = block.data, block.training.seed, block.masked, block.data.sequence_length
+        data = block.data
+        seed = block.training.seed
+        objective = block.masked
+        length = block.data.sequence_length
         if objective is None:
             separate = data.document_attention == "reset"
-            validation = ValidationSamples(data.validation, length, separate=separate) if data.validation else None
+            validation = (
+                ValidationSamples(data.validation, length, separate=separate)
+                if data.validation
+                else None
+            )
             return PackedSamples(data.train, length, seed, separate=separate), validation
         if self.tokenizer is None or self._tokenizer is None:
             raise UserError(
-                "zero_tp.tokenizer: the masked objective needs the tokenizer that the corpus was prepared with; set it "
+                "zero_tp.tokenizer: the masked objective needs the tokenizer that the corpus was "
+                "prepared with; set it "
                 "to its directory"
             )
-        vocabulary = MaskingVocabulary.from_tokenizer(self._tokenizer, self.tokenizer, self.model_config.vocab_size)
+        vocabulary = MaskingVocabulary.from_tokenizer(
+            self._tokenizer, self.tokenizer, self.model_config.vocab_size
+        )
         masking = Masking(vocabulary, objective.mask_probability, objective.max_ngram)
         row_builder = MaskedRowBuilder(length, masking, objective.sentence_order)
-        masked_validation = MaskedValidation(data.validation, row_builder) if data.validation else None
+        masked_validation = (
+            MaskedValidation(data.validation, row_builder) if data.validation else None
+        )
         return MaskedSamples(data.train, row_builder, seed), masked_validation
 
     @cached_property
@@ -204,8 +276,9 @@ class RunInputs:
     def _model_config(self) -> PretrainedConfig:
         """Return the Hugging Face config, with missing special tokens taken from the tokenizer.
 
-        Ids from the run's file or `from_pretrained` stay. The tokenizer sets no id that changes training: Llama's
-        look-up gives the padding row no gradient, and many tokenizers pad with the end-of-text token.
+        Ids from the run's file or `from_pretrained` stay. The tokenizer sets no id that changes
+        training: Llama's look-up gives the padding row no gradient, and many tokenizers pad with
+        the end-of-text token.
         """
         hf_config: PretrainedConfig = self.config.hf_config()
         tokenizer = self._tokenizer
@@ -213,11 +286,13 @@ class RunInputs:
             return hf_config
         if tokenizer.eos_token_id is None and self.config.zero_tp.masked is None:
             raise UserError(
-                f"tokenizer {self.tokenizer}: it has no eos token, with which the causal objective's documents end"
+                f"tokenizer {self.tokenizer}: it has no eos token, with which the causal "
+                "objective's documents end"
             )
         if (size := vocabulary_size(tokenizer)) > hf_config.vocab_size:
             raise UserError(
-                f"zero_tp.model.vocab_size: {hf_config.vocab_size}, but the tokenizer {self.tokenizer} has {size} "
+                f"zero_tp.model.vocab_size: {hf_config.vocab_size}, but the tokenizer "
+                f"{self.tokenizer} has {size} "
                 f"tokens; set it to {size} or more"
             )
         used_ids = fields_of(hf_config.model_type).read
@@ -233,8 +308,11 @@ class RunInputs:
 def _describe_corpus(identity: dict[str, Any], keys: Set[str]) -> str:
     """Describe a corpus by these keys of its identity."""
     sha256 = identity["content" if "content" in keys else "sha256"]
-    vocabulary = f", special tokens and words {identity['vocabulary'][:12]}…" if "vocabulary" in keys else ""
+    vocabulary = (
+        f", special tokens and words {identity['vocabulary'][:12]}…" if "vocabulary" in keys else ""
+    )
     return (
-        f"{identity['documents']:,} documents of {identity['tokens']:,} tokens ({identity['type']}, "
+        f"{identity['documents']:,} documents of {identity['tokens']:,} tokens "
+        f"({identity['type']}, "
         f"SHA-256 {sha256[:12]}…{vocabulary})"
     )

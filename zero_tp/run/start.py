@@ -56,10 +56,13 @@ def start_training(
         known: a checkpoint that this rank has read already (`find_readable_checkpoint`).
 
     Raises:
-        UserError: MASTER_ADDR or MASTER_PORT is unset, a setting does not work here, or a checkpoint cannot be resumed.
+        UserError: MASTER_ADDR or MASTER_PORT is unset, a setting does not work here, or a
+            checkpoint cannot be resumed.
     """
     environment.export()  # before anything is written
-    is_rank_zero, config, block = environment.rank == 0, inputs.config, inputs.config.zero_tp
+    is_rank_zero = environment.rank == 0
+    config = inputs.config
+    block = inputs.config.zero_tp
     _start_watchdog(watch, block.training.timeouts, environment)
     with run_directory(inputs.directory) if is_rank_zero else nullcontext() as owner:
         topology, device = connect_deepspeed(config, environment)
@@ -67,7 +70,9 @@ def start_training(
             watch.connect(environment.store.join())
         _check_shared_directory(inputs.directory, owner)
         fingerprints = inputs.fingerprints().items()
-        require_same_on_all_ranks({f"the ranks do not read the same {name}": value for name, value in fingerprints})
+        require_same_on_all_ranks(
+            {f"the ranks do not read the same {name}": value for name, value in fingerprints}
+        )
         check_owner = owner.check if owner is not None else lambda: None
         start = find_start(
             inputs,
@@ -85,7 +90,9 @@ def start_training(
             if start.step < block.training.steps:
                 check_owner()  # reading a checkpoint may have taken minutes
                 write_config(inputs.directory, config.resolved())
-                for line in set_aside_newer(inputs.directory, start.step):  # before logs are cut at that step
+                for line in set_aside_newer(
+                    inputs.directory, start.step
+                ):  # before logs are cut at that step
                     print(line)
         yield TrainState(inputs, engine, start.step, start.parent, check_owner)
         watch.leave()
@@ -98,7 +105,8 @@ def _build_engine(
     source: PretrainedSource | Zeros | None,
     model: type[ParallelModel] | None,
 ) -> TrainingEngine:
-    config, block = inputs.config, inputs.config.zero_tp
+    config = inputs.config
+    block = inputs.config.zero_tp
     return TrainingEngine(
         inputs.model_config,
         topology,
@@ -114,7 +122,9 @@ def _build_engine(
 
 
 def _start_watchdog(watch: Watchdog, timeouts: Timeouts, environment: RankEnvironment) -> None:
-    """Start the watchdog. A save fails by itself within twice its limit, so the watchdog allows it more."""
+    """Start the watchdog. A save fails by itself within twice its limit, so the watchdog allows
+    it more.
+    """
     limits = {
         "start": 60 * timeouts.start if timeouts.start is not None else None,
         "step": 60 * timeouts.step,
@@ -126,7 +136,8 @@ def _start_watchdog(watch: Watchdog, timeouts: Timeouts, environment: RankEnviro
 
 
 def _check_shared_directory(directory: Path, owner: RunOwner | None) -> None:
-    """Check that all ranks see rank 0's run directory: each machine may have one of that name. Collective.
+    """Check that all ranks see rank 0's run directory: each machine may have one of that name.
+    Collective.
 
     Args:
         owner: of the directory, on rank 0.
@@ -152,13 +163,16 @@ def _describe_run(
     Args:
         source: of the weights; None if they are drawn, `Zeros` if a checkpoint has them.
     """
-    config, step = inputs.config, start.step
+    config = inputs.config
+    step = start.step
     steps = config.zero_tp.training.steps
     yield from start.notes
     yield (
-        f"{inputs.model_config.model_type}: {engine.model.num_parameters():,} parameters, {config.dtype}, "
+        f"{inputs.model_config.model_type}: {engine.model.num_parameters():,} parameters, "
+        f"{config.dtype}, "
         f"{engine.topology.describe()}, ZeRO-{config.zero_stage}, "
-        f"{config.global_batch} × {config.zero_tp.data.sequence_length} tokens a step, in {inputs.directory}"
+        f"{config.global_batch} × {config.zero_tp.data.sequence_length} tokens a step, in "
+        f"{inputs.directory}"
     )
     if isinstance(source, PretrainedSource):
         yield f"weights: loaded from {config.pretrained}"
@@ -168,18 +182,30 @@ def _describe_run(
         yield f"weights: drawn from the seed {config.zero_tp.training.seed}"
     yield f"devices: {describe_devices(engine.device, engine.topology.world)}"
     if engine.device.type == "cpu" and os.path.exists("/dev/nvidia0"):
-        causes = f"DS_ACCELERATOR is {os.environ.get('DS_ACCELERATOR', 'not set')}, torch is {torch.__version__}"
-        yield f"warning: this machine has /dev/nvidia0, but the run is on CPU: {causes}; look at nvidia-smi, too"
+        causes = (
+            f"DS_ACCELERATOR is {os.environ.get('DS_ACCELERATOR', 'not set')}, torch is "
+            f"{torch.__version__}"
+        )
+        yield (
+            f"warning: this machine has /dev/nvidia0, but the run is on CPU: {causes}; look at "
+            "nvidia-smi, too"
+        )
     yield f"attention: {engine.model.spec.attention}"
     yield from engine.activations.notes
     yield from (f"without effect: {line}" for line in config.without_effect())
     yield from (f"note: {line}" for line in (*config.cautions(), *inputs.notes))
     auto = ' ("auto")' if config.zero_tp.compile == "auto" else ""
     if engine.compiled:
-        yield f"compile: on{auto}; the first step waits for torch's compiler, about a minute with an empty cache"
+        yield (
+            f"compile: on{auto}; the first step waits for torch's compiler, about a minute with an "
+            "empty cache"
+        )
     else:
         yield f"compile: off{auto}"
     if step >= steps:
-        yield f"the run is at step {step}, zero_tp.training.steps is {steps}: nothing to do; raise it to train on"
+        yield (
+            f"the run is at step {step}, zero_tp.training.steps is {steps}: nothing to do; raise "
+            "it to train on"
+        )
     else:
         yield from start.describe(inputs)

@@ -27,16 +27,22 @@ WINDOW = 50  # the last steps, whose median predicts the time left
 
 
 class StepTimer:
-    """Times steps. Work between `stop` and the next `start` (validation, saving) counts for no step.
+    """Times steps. Work between `stop` and the next `start` (validation, saving) counts for no
+    step.
 
     Attributes:
-        elapsed: seconds from this object's creation to the end of the last step, with all work between steps.
+        elapsed: seconds from this object's creation to the end of the last step, with all work
+            between steps.
     """
 
-    def __init__(self, window: int = WINDOW, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock, self.elapsed = clock, 0.0
+    def __init__(
+        self, window: int = WINDOW, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._clock = clock
+        self.elapsed = 0.0
         self._first = self._begin = clock()
-        self._unread, self._recent = list[float](), deque[float](maxlen=window)
+        self._unread = list[float]()
+        self._recent = deque[float](maxlen=window)
 
     def start(self) -> None:
         self._begin = self._clock()
@@ -54,12 +60,16 @@ class StepTimer:
         return seconds
 
     def estimate(self, steps: int) -> float:
-        """Estimate the seconds of further steps. The median of the last ones ignores a first step that compiles."""
+        """Estimate the seconds of further steps. The median of the last ones ignores a first
+        step that compiles.
+        """
         return steps * statistics.median(self._recent)
 
 
 class RunProgress(NamedTuple):
-    """What the console shows in addition to metrics.jsonl: tokens of all steps, devices, and times in seconds."""
+    """What the console shows in addition to metrics.jsonl: tokens of all steps, devices, and
+    times in seconds.
+    """
 
     tokens: int
     devices: int
@@ -68,7 +78,8 @@ class RunProgress(NamedTuple):
 
 
 class StepLogger(Callback):
-    """Log a step every `logging.interval` steps and each step that was skipped; show a progress bar on terminals.
+    """Log a step every `logging.interval` steps and each step that was skipped; show a progress bar
+    on terminals.
 
     With the interval "auto" each step is logged, but its line is printed only every `LINE_SECONDS`.
 
@@ -78,14 +89,22 @@ class StepLogger(Callback):
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._header = ""
-        self._clock, self._last_line = clock, -math.inf
+        self._clock = clock
+        self._last_line = -math.inf
 
     def on_start(self, state: TrainState) -> None:
-        config, engine = state.config, state.engine
-        spec, length, batch = engine.model.spec, config.zero_tp.data.sequence_length, config.global_batch
-        recomputed = config.zero_tp.recompute_policy.recomputed_layers_and_cores(spec.layers, config.accumulation)
+        config = state.config
+        engine = state.engine
+        spec = engine.model.spec
+        length = config.zero_tp.data.sequence_length
+        batch = config.global_batch
+        recomputed = config.zero_tp.recompute_policy.recomputed_layers_and_cores(
+            spec.layers, config.accumulation
+        )
         self._model_flops = model_flops(spec, batch, length, config.label_fraction)
-        self._hardware_flops = hardware_flops(spec, batch, length, config.label_fraction, recomputed)
+        self._hardware_flops = hardware_flops(
+            spec, batch, length, config.label_fraction, recomputed
+        )
         self._peak = None
         if engine.device.type == "cuda":
             allow_tf32 = torch.backends.cuda.matmul.allow_tf32
@@ -95,7 +114,8 @@ class StepLogger(Callback):
 
     def open_bar(self, state: TrainState) -> None:
         """Show a progress bar if stdout and stderr are terminals."""
-        total, step = state.total_steps, state.step
+        total = state.total_steps
+        step = state.step
         hidden = not (state.is_rank_zero and sys.stdout.isatty() and sys.stderr.isatty())
         self.bar: tqdm[NoReturn] = tqdm(
             total=total, initial=step, unit="step", dynamic_ncols=True, leave=False, disable=hidden
@@ -106,12 +126,20 @@ class StepLogger(Callback):
         self._timer.start()
 
     def on_step_end(self, state: TrainState) -> None:
-        engine, step, block = state.engine, state.step, state.config.zero_tp
+        engine = state.engine
+        step = state.step
+        block = state.config.zero_tp
         skipped = engine.skipped or bool(engine.spike)
-        logged = skipped or state.is_due(block.logging.measured_interval) or step == state.total_steps
-        intervals = (block.training.guard_interval, block.evaluation.interval, block.checkpoint.interval)
-        # Reading the loss synchronises with the device. Steps that log, evaluate or save read it before the clock
-        # stops: then the device's work counts as the step's.
+        logged = (
+            skipped or state.is_due(block.logging.measured_interval) or step == state.total_steps
+        )
+        intervals = (
+            block.training.guard_interval,
+            block.evaluation.interval,
+            block.checkpoint.interval,
+        )
+        # Reading the loss synchronises with the device. Steps that log, evaluate or save read it
+        # before the clock stops: then the device's work counts as the step's.
         reads_loss = logged or state.is_last_step or any(map(state.is_due, intervals))
         loss = engine.loss if reads_loss else math.nan
         self._timer.stop()
@@ -123,7 +151,10 @@ class StepLogger(Callback):
 
     def _log(self, state: TrainState, loss: float) -> None:
         """Measure the steps since the last line, and log this one."""
-        engine, config, seconds, world = state.engine, state.config, self._timer.read(), state.topology.world
+        engine = state.engine
+        config = state.config
+        seconds = self._timer.read()
+        world = state.topology.world
         samples = state.step * config.global_batch
         length = config.zero_tp.data.sequence_length
         values = {
@@ -145,8 +176,12 @@ class StepLogger(Callback):
         progress = RunProgress(samples * length, world, self._timer.elapsed, left)
         self.log(state, values | engine.figures, progress, line=self._is_line_due(state))
 
-    def log(self, state: TrainState, values: Metrics, progress: RunProgress, *, line: bool = True) -> None:
-        """Add the step's values to metrics.jsonl; with `line`, print them, the first time below their header."""
+    def log(
+        self, state: TrainState, values: Metrics, progress: RunProgress, *, line: bool = True
+    ) -> None:
+        """Add the step's values to metrics.jsonl; with `line`, print them, the first time below
+        their header.
+        """
         if line:
             self._last_line = self._clock()
             header, text = format_step(values, progress, state.total_steps)
@@ -157,10 +192,16 @@ class StepLogger(Callback):
         state.log(values)
 
     def _is_line_due(self, state: TrainState) -> bool:
-        """Return whether to print this step's line: always, except that "auto" leaves out most lines."""
+        """Return whether to print this step's line: always, except that "auto" leaves out most
+        lines.
+        """
         is_notable = state.engine.skipped or state.engine.spike or state.is_last_step
         seconds = self._clock() - self._last_line
-        return state.config.zero_tp.logging.interval != "auto" or bool(is_notable) or seconds >= LINE_SECONDS
+        return (
+            state.config.zero_tp.logging.interval != "auto"
+            or bool(is_notable)
+            or seconds >= LINE_SECONDS
+        )
 
     def on_end(self, state: TrainState) -> None:
         self.bar.close()
@@ -185,14 +226,21 @@ def format_figure(name: str, value: float) -> str:
     return f"{value:.2f}" if name == "perplexity" else f"{value:.4f}"
 
 
-def format_step(values: Mapping[str, Any], progress: RunProgress, total_steps: int) -> tuple[str, str]:
-    """Format a step's line of metrics.jsonl for the console; return the names of its columns, and the line below them.
+def format_step(
+    values: Mapping[str, Any], progress: RunProgress, total_steps: int
+) -> tuple[str, str]:
+    """Format a step's line of metrics.jsonl for the console; return the names of its columns, and
+    the line below them.
 
-    "dev" is one device: an accelerator, or a CPU rank. MFU has a column where the device's peak is known, HFU where
-    backward also computes some of forward again.
+    "dev" is one device: an accelerator, or a CPU rank. MFU has a column where the device's peak is
+    known, HFU where backward also computes some of forward again.
     """
-    step, speed = values["step"], values["tokens_per_second"]
-    cells = {"step": f"{step:>{len(str(total_steps))}}/{total_steps}", "loss": format_number(values["loss"])}
+    step = values["step"]
+    speed = values["tokens_per_second"]
+    cells = {
+        "step": f"{step:>{len(str(total_steps))}}/{total_steps}",
+        "loss": format_number(values["loss"]),
+    }
     for name, value in values.items():
         if name.endswith("_accuracy"):
             cells[name.replace("_accuracy", " right")] = f"{value:.1%}"
@@ -211,7 +259,12 @@ def format_step(values: Mapping[str, Any], progress: RunProgress, total_steps: i
         if values["hfu"] not in (None, values["mfu"]):
             cells["HFU"] = f"{values['hfu']:.1%}"
     cells["peak GiB"] = f"{values['memory_gib']:.2f}"
-    cells |= {"elapsed": tqdm.format_interval(progress.elapsed), "left": tqdm.format_interval(progress.left)}
+    cells |= {
+        "elapsed": tqdm.format_interval(progress.elapsed),
+        "left": tqdm.format_interval(progress.left),
+    }
     widths = [max(8, len(title), len(text)) for title, text in cells.items()]
     header = "  ".join(title.rjust(width) for title, width in zip(cells, widths, strict=True))
-    return header, "  ".join(text.rjust(width) for text, width in zip(cells.values(), widths, strict=True))
+    return header, "  ".join(
+        text.rjust(width) for text, width in zip(cells.values(), widths, strict=True)
+    )

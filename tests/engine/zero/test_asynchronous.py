@@ -1,7 +1,8 @@
 """DeepSpeed's engine on a CPU accelerator that reports itself as asynchronous.
 
-Runs equal those on the plain CPU accelerator bit for bit. Events, waits or synchronisations order all accesses of
-different streams. The host waits only where DeepSpeed does, except for the gradient norm without ZeRO.
+Runs equal those on the plain CPU accelerator bit for bit. Events, waits or synchronisations order
+all accesses of different streams. The host waits only where DeepSpeed does, except for the gradient
+norm without ZeRO.
 """
 
 from __future__ import annotations
@@ -47,17 +48,29 @@ SYNCHRONISES = {
 }
 """Where DeepSpeed synchronises with the device, a stream or an event during a step, and why.
 
-No event is done before the host waits for it, so the counts of the two bounds on memory are the most that can be.
+No event is done before the host waits for it, so the counts of the two bounds on memory are the
+most that can be.
 """
 TIMER = {f"deepspeed/utils/timer.py:{name}": ACCUMULATION for name in ("start", "stop")}
 
 READS = {
-    "deepspeed/runtime/utils.py:": ("is_invalid_grad_norm", "has_overflow", "has_overflow_serial", "get_weight_norm"),
-    ZERO_12: ("has_overflow", "update_offload_overflow_tracker", "complete_grad_norm_calculation_for_cpu_offload"),
+    "deepspeed/runtime/utils.py:": (
+        "is_invalid_grad_norm",
+        "has_overflow",
+        "has_overflow_serial",
+        "get_weight_norm",
+    ),
+    ZERO_12: (
+        "has_overflow",
+        "update_offload_overflow_tracker",
+        "complete_grad_norm_calculation_for_cpu_offload",
+    ),
     ZERO_3: ("complete_grad_norm_calculation_for_cpu_offload",),
     "zero_tp/engine/zero/stages.py:": ("_clip",),  # without ZeRO, norm and clipping are ours
 }
-"""Where the host reads a value during a step: norms, and whether the gradients are finite, before the update."""
+"""Where the host reads a value during a step: norms, and whether the gradients are finite,
+before the update.
+"""
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,8 @@ class Case:
 
     Attributes:
         zero: further keys of `zero_optimization`.
-        synchronises: synchronisations of a step, by SYNCHRONISES; None where the count depends on the rank's shard.
+        synchronises: synchronisations of a step, by SYNCHRONISES; None where the count depends on
+            the rank's shard.
     """
 
     stage: int
@@ -78,8 +92,12 @@ class Case:
     synchronises: dict[str, int | None] = field(default_factory=dict)
 
     def write(self, path: Path, **changes: Any) -> str:
-        config = json.loads(write_config(path, self.stage, self.dtype, self.tensor, self.offload).read_text())
-        config["optimizer"]["params"].pop("torch_adam", None)  # the fused default does not read its step count
+        config = json.loads(
+            write_config(path, self.stage, self.dtype, self.tensor, self.offload).read_text()
+        )
+        config["optimizer"]["params"].pop(
+            "torch_adam", None
+        )  # the fused default does not read its step count
         config["zero_optimization"] |= self.zero
         path.write_text(json.dumps(config | changes))
         return str(path)
@@ -97,12 +115,21 @@ CASES = {
     "2, TP alone": Case(2, "bf16", 2, 2),
     "2 overlapping": Case(2, "fp32", zero=OVERLAPPING, synchronises={"reduced": 2}),
     "2 offloaded": Case(
-        2, "bf16", offload="optimizer", zero={"overlap_comm": True}, synchronises={"reduced": 2, "copied": None}
+        2,
+        "bf16",
+        offload="optimizer",
+        zero={"overlap_comm": True},
+        synchronises={"reduced": 2, "copied": None},
     ),
     "3": Case(
-        3, "bf16", zero=ALL_PARTED | SMALL, synchronises={"partitioned": 2, "two reductions": 10, "two gathers": 10}
+        3,
+        "bf16",
+        zero=ALL_PARTED | SMALL,
+        synchronises={"partitioned": 2, "two reductions": 10, "two gathers": 10},
     ),
-    "3, DP alone": Case(3, "fp32", 2, 1, zero=ALL_PARTED, synchronises={"partitioned": 2, "two gathers": 2}),
+    "3, DP alone": Case(
+        3, "fp32", 2, 1, zero=ALL_PARTED, synchronises={"partitioned": 2, "two gathers": 2}
+    ),
     "3 with resident weights": Case(
         3,
         "fp32",
@@ -110,7 +137,11 @@ CASES = {
         synchronises={"partitioned": 2, "two reductions": 10, "two gathers": 6, "resident": 1},
     ),
     "3 offloaded": Case(
-        3, "bf16", offload="optimizer", zero=ALL_PARTED, synchronises={"partitioned": 2, "two gathers": 2}
+        3,
+        "bf16",
+        offload="optimizer",
+        zero=ALL_PARTED,
+        synchronises={"partitioned": 2, "two gathers": 2},
     ),
     "3 with parameters offloaded": Case(
         3, "bf16", offload="parameters", synchronises={"partitioned": 2, "resident": 1}
@@ -123,7 +154,8 @@ class Seen:
     """One rank's run: loss and gradient norm by step, its masters, and what the checker found.
 
     Attributes:
-        unjoined: streams and collectives without a wait after the last step, before the host reads anything.
+        unjoined: streams and collectives without a wait after the last step, before the host reads
+            anything.
         waits: of the last step.
     """
 
@@ -135,7 +167,9 @@ class Seen:
 
 
 def train(engine: Any, first: int, last: int, accelerator: AsynchronousAccelerator | None) -> Seen:
-    """Run steps without reading anything between them, because a read would order all later work."""
+    """Run steps without reading anything between them, because a read would order all later
+    work.
+    """
     done = []
     for step in range(first, last + 1):
         if accelerator is not None:
@@ -146,7 +180,13 @@ def train(engine: Any, first: int, last: int, accelerator: AsynchronousAccelerat
     waits = {} if accelerator is None else dict(accelerator.checker.waits)
     unjoined = [] if accelerator is None else accelerator.checker.unjoined()
     faults = [] if accelerator is None else list(accelerator.checker.faults)
-    return Seen([(float(loss), float(norm)) for loss, norm in done], masters_of(engine), faults, unjoined, waits)
+    return Seen(
+        [(float(loss), float(norm)) for loss, norm in done],
+        masters_of(engine),
+        faults,
+        unjoined,
+        waits,
+    )
 
 
 def accelerated(asynchronously: bool) -> AbstractContextManager[AsynchronousAccelerator | None]:
@@ -181,7 +221,9 @@ def resumed(path: str, run: str) -> Seen:
 
 
 def places(seen: Seen, read: bool) -> dict[str, int]:
-    """Return how often the host waited in the last step, by place: for reads, or else for synchronisations."""
+    """Return how often the host waited in the last step, by place: for reads, or else for
+    synchronisations.
+    """
     return {place: count for (what, place), count in seen.waits.items() if (what == READ) == read}
 
 
@@ -207,7 +249,9 @@ def test_an_asynchronous_device_gives_the_same_run(ranks: Pools, tmp_path: Path,
 
 
 @THOROUGH
-def test_the_throughput_timer_synchronises_where_a_config_asks_for_it(ranks: Pools, tmp_path: Path) -> None:
+def test_the_throughput_timer_synchronises_where_a_config_asks_for_it(
+    ranks: Pools, tmp_path: Path
+) -> None:
     timers = {"throughput": {"enabled": True}}
     other = {"throughput": {"synchronized": True}}  # of a timer that stays off
     for changes, expected in (({}, {}), ({"timers": other}, {}), ({"timers": timers}, TIMER)):
@@ -216,14 +260,22 @@ def test_the_throughput_timer_synchronises_where_a_config_asks_for_it(ranks: Poo
             assert places(seen, read=False) == expected
 
 
-def trained_by_trainer(directory: str, folder: str, asynchronously: bool) -> tuple[Any, list[str], set[str]]:
-    """Return ZeroTPTrainer's history at ZeRO-3, the faults, and the places where the host waited."""
+def trained_by_trainer(
+    directory: str, folder: str, asynchronously: bool
+) -> tuple[Any, list[str], set[str]]:
+    """Return ZeroTPTrainer's history at ZeRO-3, the faults, and the places where the host
+    waited.
+    """
     with accelerated(asynchronously) as accelerator:
         history = on_ranks("causal", directory, folder, 2, 3, 2, 2)[0]
         if accelerator is None:
             return history, [], set()
         checker = accelerator.checker
-        return history, [*checker.faults, *checker.unjoined()], {place for _, place in checker.waits}
+        return (
+            history,
+            [*checker.faults, *checker.unjoined()],
+            {place for _, place in checker.waits},
+        )
 
 
 @THOROUGH

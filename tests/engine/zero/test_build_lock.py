@@ -21,7 +21,9 @@ def wait_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lines_of_a_wait(lock: Path, *, after: float, expected: bool) -> list[str]:
-    """What is reported while torch waits for a lock: until the first line if one is expected, else for 0.2 s."""
+    """What is reported while torch waits for a lock: until the first line if one is expected,
+    else for 0.2 s.
+    """
     lines: list[str] = []
     reported = threading.Event()
 
@@ -42,7 +44,9 @@ def lines_of_a_wait(lock: Path, *, after: float, expected: bool) -> list[str]:
 def test_a_lock_that_a_killed_build_left_has_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
     (line,) = lines_of_a_wait(tmp_path / "lock", after=0.0, expected=True)
-    assert line.startswith(f"waiting for {tmp_path}/lock: no process of this machine is building there: ")
+    assert line.startswith(
+        f"waiting for {tmp_path}/lock: no process of this machine is building there: "
+    )
     assert line.endswith("stop this start, remove the lock and start again")
 
 
@@ -51,7 +55,9 @@ def test_a_build_that_goes_on_has_a_process(tmp_path: Path) -> None:
     assert builder.try_acquire()
     (line,) = lines_of_a_wait(tmp_path / "lock", after=0.0, expected=True)
     os.close(cast(Any, builder).fd)
-    assert line.startswith(f"waiting for {tmp_path}/lock: process {os.getpid()} is building there; ")
+    assert line.startswith(
+        f"waiting for {tmp_path}/lock: process {os.getpid()} is building there; "
+    )
 
 
 @pytest.mark.parametrize(("after", "rank"), [(30.0, "0"), (0.0, "1")])
@@ -64,7 +70,9 @@ def test_a_short_wait_and_other_ranks_are_silent(
 
 
 def test_torch_waits_for_a_build_by_this_class(tmp_path: Path) -> None:
-    """DeepSpeed calls torch's `load`, which waits for the file `lock` by `FileBaton.wait`; from 2.14 on for no file."""
+    """DeepSpeed calls torch's `load`, which waits for the file `lock` by `FileBaton.wait`; from
+    2.14 on for no file.
+    """
     from torch.utils import cpp_extension
 
     source = tmp_path / "empty.cpp"

@@ -1,4 +1,6 @@
-"""C_B: the config, not the model, sets the sizes of DeepSpeed's buffers (arXiv 1910.02054, section 6.2)."""
+"""C_B: the config, not the model, sets the sizes of DeepSpeed's buffers (arXiv 1910.02054,
+section 6.2).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ REDUCE, GATHER = 6_000, 4_000
 PREFETCH, LIVE, REUSE, PERSISTENT = 3_000, 7_000, 5_000, 50
 
 SIZES = {"n_embd": 32, "n_head": 4, "vocab_size": 101, "n_positions": 16}
-MODEL = (*(f"zero_tp.model.{name}={size}" for name, size in SIZES.items()), "zero_tp.data.sequence_length=16")
+MODEL = (
+    *(f"zero_tp.model.{name}={size}" for name, size in SIZES.items()),
+    "zero_tp.data.sequence_length=16",
+)
 SETTINGS = {
     "reduce_bucket_size": REDUCE,
     "allgather_bucket_size": GATHER,
@@ -27,10 +32,14 @@ SETTINGS = {
 
 
 def buffers(layers: int, stage: int, overlap: bool) -> dict[str, Any]:
-    """Return the sizes of DeepSpeed's optimizer, and of its buckets during backward, in elements."""
+    """Return the sizes of DeepSpeed's optimizer, and of its buckets during backward, in
+    elements.
+    """
     keys = {**SETTINGS, "stage": stage, "overlap_comm": overlap}
     zero = [f"zero_optimization.{key}={json.dumps(value)}" for key, value in keys.items()]
-    config = small_config(4, *MODEL, f"zero_tp.model.n_layer={layers}", "zero_tp.parallel.tensor=2", *zero)
+    config = small_config(
+        4, *MODEL, f"zero_tp.model.n_layer={layers}", "zero_tp.parallel.tensor=2", *zero
+    )
     engine = engine_of(config)
     optimizer: Any = engine.zero.optimizer
     sizes: set[tuple[int, ...]] = set()
@@ -58,8 +67,12 @@ def buffers(layers: int, stage: int, overlap: bool) -> dict[str, Any]:
         parameter.register_hook(look)
     engine.train_step(drawn(config))
     found: dict[str, Any] = {
-        "parameters": sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters),
-        "largest": max(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters),
+        "parameters": sum(
+            getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters
+        ),
+        "largest": max(
+            getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters
+        ),
         "reduce": optimizer.reduce_bucket_size,
         "buffers": sizes,
         "filled": max(filled),
@@ -77,7 +90,9 @@ def buffers(layers: int, stage: int, overlap: bool) -> dict[str, Any]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("stage", "overlap"), [(1, False), (2, False), (2, True), (3, False), (3, True)])
+@pytest.mark.parametrize(
+    ("stage", "overlap"), [(1, False), (2, False), (2, True), (3, False), (3, True)]
+)
 def test_buffers_do_not_grow_with_the_model(ranks: Pools, stage: int, overlap: bool) -> None:
     small, large = (ranks(4).run(buffers, layers, stage, overlap) for layers in (1, 6))
     # ZeRO-1 and -2 fill one bucket while they reduce the other when communication overlaps.
@@ -91,4 +106,6 @@ def test_buffers_do_not_grow_with_the_model(ranks: Pools, stage: int, overlap: b
         else:
             sizes = {"prefetch": PREFETCH, "live": LIVE, "reuse": REUSE, "persistent": PERSISTENT}
             assert sizes.items() <= found.items()
-    assert all(more["parameters"] > 3 * less["parameters"] for less, more in zip(small, large, strict=True))
+    assert all(
+        more["parameters"] > 3 * less["parameters"] for less, more in zip(small, large, strict=True)
+    )

@@ -1,4 +1,6 @@
-"""fp16 against transformers in fp16 with fp32 masters and torch's own GradScaler, in one process."""
+"""fp16 against transformers in fp16 with fp32 masters and torch's own GradScaler, in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,15 @@ from zero_tp.model.causal_lm import next_tokens
 
 POWER, WINDOW, STEPS, CLIP, RATE = 12, 2, 9, 1.0, 0.05
 FP16 = {"enabled": True, "initial_scale_power": POWER, "loss_scale_window": WINDOW, "hysteresis": 1}
-# SGD: its updates are as large as the gradients, so that a gradient divided by another scale shows in the weights.
+# SGD: its updates are as large as the gradients, so that a gradient divided by another scale shows
+# in the weights.
 SGD = {"type": "SGD", "params": {"lr": RATE, "momentum": 0.9}}
 
 
 class Run(NamedTuple):
-    """Losses, norms before clipping (nan: skipped) and the scales after every step; the fp32 masters at the end."""
+    """Losses, norms before clipping (nan: skipped) and the scales after every step; the fp32
+    masters at the end.
+    """
 
     losses: list[float]
     norms: list[float]
@@ -35,7 +40,12 @@ class Run(NamedTuple):
 
 
 def parallel(
-    tensor: int, stage: int, overflows: Sequence[int], zero: dict[str, Any], steps: int = STEPS, **changes: Any
+    tensor: int,
+    stage: int,
+    overflows: Sequence[int],
+    zero: dict[str, Any],
+    steps: int = STEPS,
+    **changes: Any,
 ) -> Run:
     """A run whose gradients overflow on one rank at the steps `overflows`."""
     from tests.support.parallel_run import optimizer_tensors
@@ -60,7 +70,9 @@ def parallel(
         run = Run([], [], [], {})
         for step in range(steps):
             own = tokens_of_step(step).chunk(topology.data)[topology.data_rank]
-            run.losses.append(engine.train_step([(part, next_tokens(part)) for part in own.chunk(ACCUMULATION)]))
+            run.losses.append(
+                engine.train_step([(part, next_tokens(part)) for part in own.chunk(ACCUMULATION)])
+            )
             run.norms.append(engine.gradient_norm)
             run.scales.append(engine.zero.loss_scale.value)
         return run._replace(masters=optimizer_tensors(engine))
@@ -103,7 +115,12 @@ CPU = {"device": "cpu"}
 FIRST: list[tuple[int, int, dict[str, Any]]] = [(2, 0, {}), (2, 3, {})]
 CASES = [
     *FIRST,
-    *((tensor, stage, {}) for tensor in (1, 2, 4) for stage in (0, 1, 2, 3) if (tensor, stage, {}) not in FIRST),
+    *(
+        (tensor, stage, {})
+        for tensor in (1, 2, 4)
+        for stage in (0, 1, 2, 3)
+        if (tensor, stage, {}) not in FIRST
+    ),
     *((2, stage, {"offload_optimizer": CPU}) for stage in (1, 2, 3)),
     (2, 3, {"offload_optimizer": CPU, "offload_param": CPU}),
 ]
@@ -120,7 +137,9 @@ def test_a_run_in_fp16_is_that_of_torchs_scaler(
     moved = norm(*(master - start[name] for name, master in expected.masters.items()))
     for run in ranks(4).run(parallel, tensor, stage, overflows, zero):
         assert run.scales == expected.scales
-        assert [value != value for value in run.norms] == [value != value for value in expected.norms], "skipped steps"
+        assert [value != value for value in run.norms] == [
+            value != value for value in expected.norms
+        ], "skipped steps"
         assert run.losses == pytest.approx(expected.losses, rel=2e-3)
         assert run.norms == pytest.approx(expected.norms, rel=1e-2, nan_ok=True)
         apart = norm(*(run.masters[name] - master for name, master in expected.masters.items()))
@@ -128,12 +147,18 @@ def test_a_run_in_fp16_is_that_of_torchs_scaler(
 
 
 def expected_scales(
-    overflows: Sequence[bool], power: int, window: int, hysteresis: int, smallest: float, consecutive: bool = False
+    overflows: Sequence[bool],
+    power: int,
+    window: int,
+    hysteresis: int,
+    smallest: float,
+    consecutive: bool = False,
 ) -> list[float]:
     """Return the scales by DeepSpeed's rule.
 
-    An overflow halves the scale, not below `smallest`, once `hysteresis` - 1 spare overflows are used. After every
-    `window` further good steps it doubles, and spares are restored; with `consecutive` each good step restores them.
+    An overflow halves the scale, not below `smallest`, once `hysteresis` - 1 spare overflows are
+    used. After every `window` further good steps it doubles, and spares are restored; with
+    `consecutive` each good step restores them.
     """
     scale, spare, good, scales = 2.0**power, hysteresis - 1, 0, []
     for overflow in overflows:
@@ -155,12 +180,23 @@ def expected_scales(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_hysteresis_and_the_smallest_scale_hold_under_every_stage(ranks: Pools, run_seed: int, stage: int) -> None:
+def test_hysteresis_and_the_smallest_scale_hold_under_every_stage(
+    ranks: Pools, run_seed: int, stage: int
+) -> None:
     chance = random.Random(run_seed)
-    hysteresis, window, consecutive = chance.randint(2, 3), chance.randint(1, 3), chance.random() < 0.5
+    hysteresis, window, consecutive = (
+        chance.randint(2, 3),
+        chance.randint(1, 3),
+        chance.random() < 0.5,
+    )
     overflows = [chance.random() < 0.6 for _ in range(16)]
     settings = {**FP16, "initial_scale_power": 3, "min_loss_scale": 2.0}
-    fp16 = {**settings, "hysteresis": hysteresis, "loss_scale_window": window, "consecutive_hysteresis": consecutive}
+    fp16 = {
+        **settings,
+        "hysteresis": hysteresis,
+        "loss_scale_window": window,
+        "consecutive_hysteresis": consecutive,
+    }
     at = [step for step, overflow in enumerate(overflows) if overflow]
     expected = expected_scales(overflows, 3, window, hysteresis, 2.0, consecutive)
     for run in ranks(2).run(parallel, 2, stage, at, {}, len(overflows), fp16=fp16):

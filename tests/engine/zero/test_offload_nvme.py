@@ -1,4 +1,6 @@
-"""ZeRO-3 with optimizer and parameters on NVMe trains as with them on the CPU, bit for bit: `pytest -m nvme`."""
+"""ZeRO-3 with optimizer and parameters on NVMe trains as with them on the CPU, bit for bit:
+`pytest -m nvme`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from tests.support.settings import deepspeed_settings, gpt2_config
 from zero_tp.parallel.topology import Topology
 
 
-def train(offload: dict[str, dict[str, Any]], dtype: str) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+def train(
+    offload: dict[str, dict[str, Any]], dtype: str
+) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """(loss, gradient norm) of each step, and this rank's fp32 masters."""
     from zero_tp.engine.engine import TrainingEngine
     from zero_tp.engine.zero.states import MASTER
@@ -34,7 +38,11 @@ def train(offload: dict[str, dict[str, Any]], dtype: str) -> tuple[list[tuple[fl
     generator = torch.Generator().manual_seed(1)
     steps = []
     for _ in range(3):
-        windows = torch.randint(0, 1001, (8, 17), generator=generator).chunk(2)[topology.data_rank].chunk(2)
+        windows = (
+            torch.randint(0, 1001, (8, 17), generator=generator)
+            .chunk(2)[topology.data_rank]
+            .chunk(2)
+        )
         loss = engine.train_step([(window[:, :-1], window[:, 1:]) for window in windows])
         steps.append((loss, engine.gradient_norm))
     states = engine.zero.states()
@@ -43,16 +51,24 @@ def train(offload: dict[str, dict[str, Any]], dtype: str) -> tuple[list[tuple[fl
 
 @pytest.mark.nvme
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("blocks", [["offload_optimizer"], ["offload_param"], ["offload_optimizer", "offload_param"]])
-def test_nvme_trains_as_the_cpu_does(ranks: Pools, tmp_path: Path, blocks: list[str], dtype: str) -> None:
+@pytest.mark.parametrize(
+    "blocks", [["offload_optimizer"], ["offload_param"], ["offload_optimizer", "offload_param"]]
+)
+def test_nvme_trains_as_the_cpu_does(
+    ranks: Pools, tmp_path: Path, blocks: list[str], dtype: str
+) -> None:
     on_cpu = {"offload_optimizer": {"device": "cpu"}}
     on_nvme: dict[str, dict[str, Any]] = on_cpu | {
         block: {"device": "nvme", "nvme_path": str(tmp_path)} for block in blocks
     }
     if "offload_param" in on_nvme:
-        on_nvme["offload_param"]["buffer_size"] = 1_000_000  # five such buffers a rank; by default 2 GB in fp32
+        on_nvme["offload_param"]["buffer_size"] = (
+            1_000_000  # five such buffers a rank; by default 2 GB in fp32
+        )
     expected = ranks(4).run(train, on_cpu, dtype)
-    found = ranks(4).run(train, on_nvme, dtype, timeout=300)  # the first time DeepSpeed compiles its I/O
+    found = ranks(4).run(
+        train, on_nvme, dtype, timeout=300
+    )  # the first time DeepSpeed compiles its I/O
     assert any(tmp_path.rglob("*")), "nothing was swapped"
     for (steps, masters), (right_steps, right_masters) in zip(found, expected, strict=True):
         assert steps == right_steps

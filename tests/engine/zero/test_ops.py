@@ -24,10 +24,14 @@ from zero_tp.run.process.environment import RankEnvironment
 from zero_tp.run.process.job_store import JobStore
 
 
-def test_init_distributed_compiles_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """DeepSpeed builds its shared-memory collectives unless its table says that they are incompatible.
+def test_init_distributed_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSpeed builds its shared-memory collectives unless its table says that they are
+    incompatible.
 
-    Filling the whole table probes every op, and prints such lines on each rank of a machine with a GPU.
+    Filling the whole table probes every op, and prints such lines on each rank of a machine with a
+    GPU.
     """
     import importlib
     import inspect
@@ -37,8 +41,14 @@ def test_init_distributed_compiles_nothing(monkeypatch: pytest.MonkeyPatch, caps
     backend = importlib.import_module("deepspeed.comm.torch")
 
     def probe() -> dict[str, bool]:
-        print("[WARNING]  evoformer_attn compatibility check failed (CUDA_HOME does not exist), treating the op as …")
-        print("[WARNING]  gds requires the dev libaio .so object and headers but these were not found.")
+        print(
+            "[WARNING]  evoformer_attn compatibility check failed (CUDA_HOME does not exist), "
+            "treating the op as …"
+        )
+        print(
+            "[WARNING]  gds requires the dev libaio .so object and headers but these were not "
+            "found."
+        )
         return {"deepspeed_shm_comm": True}
 
     monkeypatch.delitem(vars(deepspeed.ops), "__compatible_ops__", raising=False)
@@ -72,23 +82,35 @@ OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
         ("SGD", {}, {}, None),
     ],
 )
-def test_builder_of_an_optimizer(kind: str, params: dict[str, Any], zero: dict[str, Any], name: str | None) -> None:
-    config = {"optimizer": {"type": kind, "params": {"lr": 1e-3, **params}}, "zero_optimization": zero}
+def test_builder_of_an_optimizer(
+    kind: str, params: dict[str, Any], zero: dict[str, Any], name: str | None
+) -> None:
+    config = {
+        "optimizer": {"type": kind, "params": {"lr": 1e-3, **params}},
+        "zero_optimization": zero,
+    }
     choose_implementation(config)
     assert ops.builder_name(parse_settings(config)) == name
 
 
-def test_a_compilation_is_logged_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compilation_is_logged_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    offloaded = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": OFFLOAD}
+    offloaded = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": OFFLOAD,
+    }
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     settings = parse_settings(offloaded)
     line = ops.compilation_note(settings, accelerator)
     assert line == "compiling DeepSpeed's cpu_adam for this machine, once, which takes minutes"
     monkeypatch.setenv("CXX", "/nowhere/c++")
-    with pytest.raises(UserError, match=r"needs DeepSpeed's cpu_adam, which .* no C\+\+ compiler \(/nowhere/c"):
+    with pytest.raises(
+        UserError, match=r"needs DeepSpeed's cpu_adam, which .* no C\+\+ compiler \(/nowhere/c"
+    ):
         ops.compilation_note(settings, accelerator)
     torch_adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
     assert ops.compilation_note(parse_settings(torch_adam), accelerator) is None
@@ -155,5 +177,9 @@ def test_check_nvme(
     changes = {"zero_optimization.stage": 3, f"zero_optimization.{block}": offload} if block else {}
     path.write_text(json.dumps(Mistake(changes, "", ()).config()))
     paths = RunConfig.load(path, world_size=4).nvme_paths
-    with nullcontext() if message is None else pytest.raises(UserError, match=rf"^zero_optimization.{block}.{message}"):
+    with (
+        nullcontext()
+        if message is None
+        else pytest.raises(UserError, match=rf"^zero_optimization.{block}.{message}")
+    ):
         ops.check_nvme(paths)

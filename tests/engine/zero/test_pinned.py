@@ -1,4 +1,6 @@
-"""The tensors that a real engine page-locks are those that the planner rounds up to powers of two."""
+"""The tensors that a real engine page-locks are those that the planner rounds up to powers of
+two.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,16 @@ def config_of(stage: int, changes: tuple[str, ...]) -> Any:
 
 
 def page_locked_by(config: Any) -> list[int]:
-    """The bytes of each tensor that is page-locked after two steps; a CPU's own accelerator page-locks none."""
+    """The bytes of each tensor that is page-locked after two steps; a CPU's own accelerator
+    page-locks none.
+    """
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     alive: list[tuple[weakref.ref[Any], int]] = []
 
-    def pin_memory(_: Any, tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Tensor:
+    def pin_memory(
+        _: Any, tensor: Tensor, make_copy: bool = True, match_shape: bool = True
+    ) -> Tensor:
         locked = tensor.clone() if make_copy else torch.empty_like(tensor)
         alive.append((weakref.ref(locked.untyped_storage()), locked.nbytes))
         return locked
@@ -63,7 +69,9 @@ def page_locked_by(config: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(("stage", "changes"), in_tiers(CASES, [CASES[2], CASES[8]]))
-def test_an_engine_page_locks_what_the_planner_rounds_up(ranks: Pools, stage: int, changes: tuple[str, ...]) -> None:
+def test_an_engine_page_locks_what_the_planner_rounds_up(
+    ranks: Pools, stage: int, changes: tuple[str, ...]
+) -> None:
     config = config_of(stage, changes)
     settings = ZeroSettings.of(config, cpu=False)
     memory = ZeroMemory(run_model_size(config).parameters, settings)
@@ -76,5 +84,14 @@ def test_an_engine_page_locks_what_the_planner_rounds_up(ranks: Pools, stage: in
 
 def test_torch_page_locks_powers_of_two() -> None:
     header = Path(torch.__file__).parent / "include/ATen/core/CachingHostAllocator.h"
-    assert "return c10::llvm::PowerOf2Ceil(size);" in header.read_text(), "torch allocates page-locked memory otherwise"
-    assert [page_locked(size) for size in (1, 3, 4, 5, 2**30, 2**30 + 1)] == [1, 4, 4, 8, 2**30, 2**31]
+    assert "return c10::llvm::PowerOf2Ceil(size);" in header.read_text(), (
+        "torch allocates page-locked memory otherwise"
+    )
+    assert [page_locked(size) for size in (1, 3, 4, 5, 2**30, 2**30 + 1)] == [
+        1,
+        4,
+        4,
+        8,
+        2**30,
+        2**31,
+    ]

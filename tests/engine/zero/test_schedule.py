@@ -1,4 +1,6 @@
-"""Step k of a run trains at its schedule's value at k, also of a run that is resumed with another schedule."""
+"""Step k of a run trains at its schedule's value at k, also of a run that is resumed with
+another schedule.
+"""
 
 from __future__ import annotations
 
@@ -61,12 +63,26 @@ OF_TRANSFORMERS: list[tuple[str, dict[str, Any]]] = [
     ("warmup_stable_decay", {**LENGTHS, "num_decay_steps": 4}),
     (
         "warmup_stable_decay",
-        {**LENGTHS, "num_decay_steps": 5, "warmup_type": "cosine", "decay_type": "1-sqrt", "min_lr_ratio": 0.1},
+        {
+            **LENGTHS,
+            "num_decay_steps": 5,
+            "warmup_type": "cosine",
+            "decay_type": "1-sqrt",
+            "min_lr_ratio": 0.1,
+        },
     ),
-    ("warmup_stable_decay", {**LENGTHS, "num_decay_steps": 5, "decay_type": "cosine", "num_cycles": 0.4}),
+    (
+        "warmup_stable_decay",
+        {**LENGTHS, "num_decay_steps": 5, "decay_type": "cosine", "num_cycles": 0.4},
+    ),
 ]
 """Schedules of transformers, with every parameter that they have."""
-CYCLE = {"cycle_min_lr": LOW, "cycle_max_lr": HIGH, "cycle_first_step_size": 3, "cycle_second_step_size": 4}
+CYCLE = {
+    "cycle_min_lr": LOW,
+    "cycle_max_lr": HIGH,
+    "cycle_first_step_size": 3,
+    "cycle_second_step_size": 4,
+}
 RANGE = {"lr_range_test_min_lr": LOW, "lr_range_test_step_size": 3, "lr_range_test_step_rate": 2.0}
 FORMULAS: dict[str, tuple[str, dict[str, Any], Callable[[int], float]]] = {
     "linear warm-up": (
@@ -103,23 +119,38 @@ FORMULAS: dict[str, tuple[str, dict[str, Any], Callable[[int], float]]] = {
     "one cycle": (
         "OneCycle",
         {**CYCLE, "decay_lr_rate": 0.5, "decay_step_size": 2},
-        lambda k: LOW + (HIGH - LOW) * min(k / 3, (7 - k) / 4) if k <= 7 else LOW / (1 + 0.5 * (k - 7) / 2),
+        lambda k: (
+            LOW + (HIGH - LOW) * min(k / 3, (7 - k) / 4)
+            if k <= 7
+            else LOW / (1 + 0.5 * (k - 7) / 2)
+        ),
     ),
     "one cycle in stairs": (
         "OneCycle",
-        {**CYCLE, "cycle_first_step_size": 4, "cycle_first_stair_count": 2, "cycle_second_stair_count": 1},
+        {
+            **CYCLE,
+            "cycle_first_step_size": 4,
+            "cycle_first_stair_count": 2,
+            "cycle_second_stair_count": 1,
+        },
         lambda k: LOW + (HIGH - LOW) * (k // 2 / 2 if k <= 4 else max(0, (8 - k) // 4)),
     ),
-    **{f"{name} {params}": (name, params, native(name, params)) for name, params in OF_TRANSFORMERS},
+    **{
+        f"{name} {params}": (name, params, native(name, params)) for name, params in OF_TRANSFORMERS
+    },
 }
 """Schedules: type, params, and the rate at k by DeepSpeed's documentation or by transformers."""
 
 
-def engine_of(scheduler: str | None, params: dict[str, Any], stage: int, optimizer: str = "SGD") -> Any:
+def engine_of(
+    scheduler: str | None, params: dict[str, Any], stage: int, optimizer: str = "SGD"
+) -> Any:
     from zero_tp.engine.engine import TrainingEngine
 
     torch_adam = {} if optimizer == "SGD" else {"torch_adam": True}
-    schedule: dict[str, Any] = {"scheduler": {"type": scheduler, "params": params}} if scheduler else {}
+    schedule: dict[str, Any] = (
+        {"scheduler": {"type": scheduler, "params": params}} if scheduler else {}
+    )
     settings = deepspeed_settings(
         stage,
         gradient_clipping=0.0,
@@ -127,7 +158,9 @@ def engine_of(scheduler: str | None, params: dict[str, Any], stage: int, optimiz
         zero_allow_untested_optimizer=True,
         **schedule,
     )
-    return TrainingEngine.from_dict(gpt2_config(n_layer=1, vocab_size=50, n_positions=8), Topology(), settings, seed=1)
+    return TrainingEngine.from_dict(
+        gpt2_config(n_layer=1, vocab_size=50, n_positions=8), Topology(), settings, seed=1
+    )
 
 
 TOKENS = torch.arange(9).reshape(1, 9) * 5 % 50
@@ -139,7 +172,9 @@ OF_EACH_TYPE = list({scheduler: name for name, (scheduler, _, _) in FORMULAS.ite
 
 
 def rates(stage: int, names: list[str]) -> dict[str, list[tuple[float, float]]]:
-    """Return for each schedule, by step: the reported rate, and the weight's change divided by its gradient."""
+    """Return for each schedule, by step: the reported rate, and the weight's change divided by
+    its gradient.
+    """
     found: dict[str, list[tuple[float, float]]] = {}
     for name in names:
         scheduler, params, _ = FORMULAS[name]
@@ -165,14 +200,18 @@ def rates(stage: int, names: list[str]) -> dict[str, list[tuple[float, float]]]:
         pytest.param(2, list(FORMULAS), id="all at ZeRO-2", marks=THOROUGH),
     ],
 )
-def test_step_k_trains_at_the_schedule_s_value_at_k(ranks: Pools, stage: int, names: list[str]) -> None:
+def test_step_k_trains_at_the_schedule_s_value_at_k(
+    ranks: Pools, stage: int, names: list[str]
+) -> None:
     assert {FORMULAS[name][0] for name in names} == set(SCHEDULES)
     found = ranks(2).run(rates, stage, names)[0]
     for name in names:
         formula = FORMULAS[name][2]
         expected = [formula(k) for k in range(1, STEPS + 1)]
         assert [said for said, _ in found[name]] == pytest.approx(expected, rel=1e-9), name
-        assert [moved for _, moved in found[name]] == pytest.approx(expected, rel=1e-3, abs=1e-6), name
+        assert [moved for _, moved in found[name]] == pytest.approx(expected, rel=1e-3, abs=1e-6), (
+            name
+        )
 
 
 RESUMED: list[tuple[str | None, str | None]] = [
@@ -193,12 +232,17 @@ def resumed_rates(stage: int, skipped: int) -> list[list[float]]:
     found: list[list[float]] = []
     for before, after in RESUMED:
         first, resumed = (
-            engine_of(FORMULAS[name][0], FORMULAS[name][1], stage) if name else engine_of(None, {}, stage)
+            engine_of(FORMULAS[name][0], FORMULAS[name][1], stage)
+            if name
+            else engine_of(None, {}, stage)
             for name in (before, after)
         )
         for step in range(1, 4):
             parameters = first.model.parameters() if step == skipped else ()
-            hooks = [parameter.register_hook(lambda gradient: gradient * math.nan) for parameter in parameters]
+            hooks = [
+                parameter.register_hook(lambda gradient: gradient * math.nan)
+                for parameter in parameters
+            ]
             first.train_step(ROWS)
             for hook in hooks:
                 hook.remove()
@@ -211,12 +255,20 @@ def resumed_rates(stage: int, skipped: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(("stage", "skipped"), in_tiers([(0, 0), (2, 0), (1, 2), (3, 2)], [(1, 2)]))
-def test_a_resumed_run_has_the_rates_of_its_own_config(ranks: Pools, stage: int, skipped: int) -> None:
-    """From the step that it resumes at, whatever schedule the run had before. A skipped step does not advance it."""
+def test_a_resumed_run_has_the_rates_of_its_own_config(
+    ranks: Pools, stage: int, skipped: int
+) -> None:
+    """From the step that it resumes at, whatever schedule the run had before. A skipped step
+    does not advance it.
+    """
     done = 3 - (skipped > 0)
-    for (_, after), rates in zip(RESUMED, ranks(2).run(resumed_rates, stage, skipped)[0], strict=True):
+    for (_, after), rates in zip(
+        RESUMED, ranks(2).run(resumed_rates, stage, skipped)[0], strict=True
+    ):
         formula = FORMULAS[after][2] if after else lambda _: RATE
-        assert rates == pytest.approx([formula(k) for k in range(done + 1, done + 7)], rel=1e-9), after
+        assert rates == pytest.approx([formula(k) for k in range(done + 1, done + 7)], rel=1e-9), (
+            after
+        )
 
 
 MOMENTUM = {**CYCLE, "cycle_momentum": True, "cycle_min_mom": 0.5, "cycle_max_mom": 0.9}

@@ -24,10 +24,15 @@ def restored(device: str, **settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"), [({"fused": True}, "meta"), ({"capturable": True}, "meta"), ({"foreach": True}, "cpu")]
+    ("settings", "expected"),
+    [({"fused": True}, "meta"), ({"capturable": True}, "meta"), ({"foreach": True}, "cpu")],
 )
-def test_update_count_is_on_the_device_that_the_kernel_reads(settings: dict[str, bool], expected: str) -> None:
-    """`meta` stands for CUDA: a fake CUDA tensor would accept a count on the host, the fused kernel does not."""
+def test_update_count_is_on_the_device_that_the_kernel_reads(
+    settings: dict[str, bool], expected: str
+) -> None:
+    """`meta` stands for CUDA: a fake CUDA tensor would accept a count on the host, the fused
+    kernel does not.
+    """
     state = restored("meta", **settings)
     assert {name: value.device.type for name, value in state.items()} == {
         "step": expected,
@@ -45,4 +50,9 @@ def test_update_count_is_as_torch_makes_it(fused: bool) -> None:
         optimizer.step()
     made: Tensor = optimizer.state[flat]["step"]
     ours: Tensor = restored("cpu", fused=fused)["step"]
-    assert (made.dtype, made.shape, made.device, made.item()) == (ours.dtype, ours.shape, ours.device, ours.item())
+    assert (made.dtype, made.shape, made.device, made.item()) == (
+        ours.dtype,
+        ours.shape,
+        ours.device,
+        ours.item(),
+    )

@@ -15,28 +15,43 @@ from zero_tp.tools.planning.plan_settings import ZeroSettings
 
 RANKS = 2
 CASES = [(stage, owners, micro) for stage in (1, 2) for owners in (False, True) for micro in (1, 2)]
-SMALL = ("zero_tp.model.n_layer=2", "zero_tp.model.n_embd=64", "bf16.enabled=false", "gradient_clipping=1.0")
+SMALL = (
+    "zero_tp.model.n_layer=2",
+    "zero_tp.model.n_embd=64",
+    "bf16.enabled=false",
+    "gradient_clipping=1.0",
+)
 
 
 def config_of(stage: int, owners: bool, micro: int) -> Any:
     zero = (f"zero_optimization.stage={stage}", "zero_optimization.reduce_bucket_size=20000")
-    reductions = f"zero_optimization.use_multi_rank_bucket_allreduce={'false' if owners else 'true'}"
+    reductions = (
+        f"zero_optimization.use_multi_rank_bucket_allreduce={'false' if owners else 'true'}"
+    )
     return small_config(RANKS, *SMALL, *zero, reductions, f"gradient_accumulation_steps={micro}")
 
 
 def steps(config: Any) -> tuple[list[float], dict[str, float]]:
-    """The losses and gradient norms of two steps, and the elements that all ranks together send in the second."""
+    """The losses and gradient norms of two steps, and the elements that all ranks together send
+    in the second.
+    """
     engine, batches = engine_of(config), drawn(config)
     found = [engine.train_step(batches), engine.gradient_norm]
     with counted() as sent:
         found += [engine.train_step(batches), engine.gradient_norm]
     every: list[dict[str, float]] = [{}] * RANKS
     dist.all_gather_object(every, sent)
-    return [float(each) for each in found], {name: sum(one.get(name, 0.0) for one in every) for name in sent}
+    return [float(each) for each in found], {
+        name: sum(one.get(name, 0.0) for one in every) for name in sent
+    }
 
 
-@pytest.mark.parametrize(("stage", "owners", "micro"), in_tiers(CASES, [(1, False, 1), (1, True, 1), (2, True, 2)]))
-def test_an_engine_sends_what_the_planner_counts(ranks: Pools, stage: int, owners: bool, micro: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "owners", "micro"), in_tiers(CASES, [(1, False, 1), (1, True, 1), (2, True, 2)])
+)
+def test_an_engine_sends_what_the_planner_counts(
+    ranks: Pools, stage: int, owners: bool, micro: int
+) -> None:
     config = config_of(stage, owners, micro)
     settings = ZeroSettings.of(config, cpu=True)
     gathers, reductions = settings.volumes

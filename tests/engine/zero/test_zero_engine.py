@@ -33,7 +33,10 @@ def test_partial_sums_are_not_rounded(stage: int, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(Stop):
             settings = DeepSpeedSettings(zero_optimization=Zero(stage=stage))
             zero_engine(settings, Topology(world=1)).initialize(model, [])
-        assert [getattr(matmul, name + end) for name in FLAGS for end in ("", "_split_k")] == [False, True] * 2
+        assert [getattr(matmul, name + end) for name in FLAGS for end in ("", "_split_k")] == [
+            False,
+            True,
+        ] * 2
     finally:
         for name, value in before.items():
             setattr(matmul, name, value)

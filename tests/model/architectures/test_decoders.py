@@ -1,6 +1,7 @@
 """Every decoder's model_type against transformers' own class, for random small configs.
 
-In one process and split over ranks: a bare backward, DeepSpeed's ZeRO, generation, import and export.
+In one process and split over ranks: a bare backward, DeepSpeed's ZeRO, generation, import and
+export.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ RECOMPUTED = ("attention_core", "mlp_activation", "norm")
 
 
 def compare(model: Any, reference: Any, tokens: torch.Tensor, expected: Any) -> int:
-    """Logits, loss and every gradient against those of transformers, whose backward has run; how many gradients."""
+    """Logits, loss and every gradient against those of transformers, whose backward has run; how
+    many gradients.
+    """
     found = model(tokens, labels=tokens, return_logits=True)
     check_close({"logits": found.logits}, {"logits": expected.logits.detach()})
     assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
@@ -64,10 +67,12 @@ def test_one_process(model_type: str, data: st.DataObject) -> None:
 
 
 def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str) -> dict[str, int]:
-    """With and without SP; how many gradients were compared, and how many of them are parts that a hook sums.
+    """With and without SP; how many gradients were compared, and how many of them are parts that a
+    hook sums.
 
     Args:
-        attention: that of the config, or "products": SDPA, of matrix products in blocks of four queries.
+        attention: that of the config, or "products": SDPA, of matrix products in blocks of four
+            queries.
     """
     if attention == "products":
         spied = patch.object(cpu_flash, "_gradients", wraps=cpu_flash._gradients)
@@ -93,18 +98,24 @@ def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str
 
 
 SPLIT_FIRST = ["gpt2", "gpt_neox", "phi3", "qwen3", "qwen2_moe", "olmoe"]
-"""Every way to split a layer: one fused weight and learned positions, interleaved heads and a parallel residual, fused
-queries and MLP, norms of heads, a shared expert, a norm of all keys. Of each type `test_one_process` has the maths."""
+"""Every way to split a layer: one fused weight and learned positions, interleaved heads and a
+parallel residual, fused queries and MLP, norms of heads, a shared expert, a norm of all keys. Of
+each type `test_one_process` has the maths.
+"""
 
 
 @EACH_WORLD
 @pytest.mark.parametrize("model_type", in_tiers(MODEL_TYPES, SPLIT_FIRST))
 @examples(2, 3)
 @given(data=st.data())
-def test_logits_loss_and_every_gradient(ranks: Pools, world: int, model_type: str, data: st.DataObject) -> None:
+def test_logits_loss_and_every_gradient(
+    ranks: Pools, world: int, model_type: str, data: st.DataObject
+) -> None:
     fields = data.draw(decoder_fields(model_type))
     attention = data.draw(st.sampled_from(["sdpa", "eager", "products"]), label="attention")
-    counts = ranks(world).run(same_as_native, world, fields, data.draw(st.integers(0, 2**31), label="seed"), attention)
+    counts = ranks(world).run(
+        same_as_native, world, fields, data.draw(st.integers(0, 2**31), label="seed"), attention
+    )
     assert counts == counts[:1] * world
     layers = fields.get("num_hidden_layers") or fields["n_layer"]
     replicated = bool(fields.get("num_key_value_heads", world) % world)
@@ -112,7 +123,9 @@ def test_logits_loss_and_every_gradient(ranks: Pools, world: int, model_type: st
     positions = model_type == "gpt2"
     assert counts[0]["gradients, SP True"] == counts[0]["gradients, SP False"] >= 6 * layers + 2
     for sequence in (False, True):
-        others = partial_norms(fields, world, sequence=sequence) + partial_choices(fields, sequence=sequence)
+        others = partial_norms(fields, world, sequence=sequence) + partial_choices(
+            fields, sequence=sequence
+        )
         assert counts[0][f"hooks, SP {sequence}"] == parts + sequence * positions + others
 
 
@@ -120,25 +133,32 @@ def test_logits_loss_and_every_gradient(ranks: Pools, world: int, model_type: st
 @pytest.mark.parametrize("attention", ["sdpa", "products"])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ENCODERS])
 def test_each_family(ranks: Pools, seed: int, world: int, family: str, attention: str) -> None:
-    """The same for what has to come up: grouped, replicated and unevenly used KV heads, windows, a padding token."""
+    """The same for what has to come up: grouped, replicated and unevenly used KV heads, windows,
+    a padding token.
+    """
     fields = model_sizes(seed, family)
     counts = ranks(world).run(same_as_native, world, fields, seed, attention)
     assert counts == counts[:1] * world
     assert counts[0].get("products", 1) > 0
     # Of 3 layers: keys, values and their biases, and the norms of queries and keys.
-    assert counts[0]["hooks, SP False"] == (3 * (4 + 2) if family == "fewer KV heads than TP" else 0)
+    assert counts[0]["hooks, SP False"] == (
+        3 * (4 + 2) if family == "fewer KV heads than TP" else 0
+    )
 
 
 def partial_choices(fields: dict[str, Any], *, sequence: bool) -> int:
-    """Routers, of which a rank sees its part of the outputs, and the gates of shared experts on a sequence shard."""
+    """Routers, of which a rank sees its part of the outputs, and the gates of shared experts on
+    a sequence shard.
+    """
     config = AutoConfig.for_model(**fields)
     spec = architecture_of(config).spec(config)
     return len(spec.expert_layers) * (1 + (sequence and fields["model_type"] == "qwen2_moe"))
 
 
 def partial_norms(fields: dict[str, Any], world: int, *, sequence: bool) -> int:
-    """Parameters of norms of which a rank sees a part of the rows: its own heads, or its sequence shard. Of the norm
-    of all keys together it sees a part where ranks share KV heads."""
+    """Parameters of norms of which a rank sees a part of the rows: its own heads, or its sequence
+    shard. Of the norm of all keys together it sees a part where ranks share KV heads.
+    """
     config = AutoConfig.for_model(**fields)
     spec = architecture_of(config).spec(config)
     of_heads = 2 * spec.layers * (spec.query_key_norm == "heads")
@@ -151,7 +171,9 @@ def biases_of_keys(fields: dict[str, Any]) -> bool:
     return fields["model_type"] == "qwen2" or any(fields.get(name) for name in flags)
 
 
-def trained(fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stage: int) -> list[float]:
+def trained(
+    fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stage: int
+) -> list[float]:
     """One step through DeepSpeed; what it makes of the gradients' norm and of the loss."""
     from zero_tp.base.settings.recompute import RecomputePolicy
     from zero_tp.engine.engine import TrainingEngine
@@ -161,17 +183,28 @@ def trained(fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stag
         "train_micro_batch_size_per_gpu": 4 // topology.data,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0, "torch_adam": True}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0, "torch_adam": True},
+        },
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
-    policy = RecomputePolicy(mode="selective", modules=list(RECOMPUTED)) if stage == 1 else RecomputePolicy(mode="full")
+    policy = (
+        RecomputePolicy(mode="selective", modules=list(RECOMPUTED))
+        if stage == 1
+        else RecomputePolicy(mode="full")
+    )
     engine = TrainingEngine.from_dict(
         reference.config, topology, settings, seed=0, source=Native(reference), recompute=policy
     )
-    tokens = torch.randint(fields["vocab_size"], (4, LENGTH), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(
+        fields["vocab_size"], (4, LENGTH), generator=torch.Generator().manual_seed(seed)
+    )
     targets = torch.full_like(tokens, -100)
     targets[:, :-1] = tokens[:, 1:]
-    own = slice(4 // topology.data * topology.data_rank, 4 // topology.data * (topology.data_rank + 1))
+    own = slice(
+        4 // topology.data * topology.data_rank, 4 // topology.data * (topology.data_rank + 1)
+    )
     losses = [engine.train_step([(tokens[own], targets[own])])]
     norms = [engine.gradient_norm]
     losses.append(engine.train_step([(tokens[own], targets[own])]))
@@ -182,20 +215,26 @@ def trained(fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stag
         reference.zero_grad()
         loss = reference(input_ids=tokens, labels=tokens).loss
         loss.backward()
-        whole = torch.stack([parameter.grad.double().norm() for parameter in reference.parameters()]).norm().item()
+        whole = (
+            torch.stack([parameter.grad.double().norm() for parameter in reference.parameters()])
+            .norm()
+            .item()
+        )
         assert losses[step] == pytest.approx(loss.item(), rel=1e-5)
         assert norms[step] == pytest.approx(whole, rel=1e-5)
         optimizer.step()
     replicated = [
         name
         for name, parameter in engine.model.named_parameters()
-        if isinstance(layout_of(parameter), Replicated) and layout_of(parameter).gradient == "partial"  # type: ignore[union-attr]
+        if isinstance(layout_of(parameter), Replicated)
+        and layout_of(parameter).gradient == "partial"  # type: ignore[union-attr]
     ]
     return [*losses, *norms, float(len(replicated))]
 
 
 @pytest.mark.parametrize(
-    ("tensor", "sequence", "stage"), in_tiers([(2, True, 3), (4, False, 1), (4, True, 3)], [(2, True, 3)])
+    ("tensor", "sequence", "stage"),
+    in_tiers([(2, True, 3), (4, False, 1), (4, True, 3)], [(2, True, 3)]),
 )
 @pytest.mark.parametrize("model_type", in_tiers(MODEL_TYPES, ["gpt2", "gpt_neox", "phi3", "qwen3"]))
 @examples(1, 2)
@@ -218,8 +257,12 @@ def test_import_and_export_keep_every_bit(
     model_type: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("models")
-    reference = decoder(data.draw(decoder_fields(model_type)), data.draw(st.integers(0, 2**31), label="seed"))
-    reference.save_pretrained(folder / "theirs", max_shard_size=data.draw(st.sampled_from(["5GB", "20KB"])))
+    reference = decoder(
+        data.draw(decoder_fields(model_type)), data.draw(st.integers(0, 2**31), label="seed")
+    )
+    reference.save_pretrained(
+        folder / "theirs", max_shard_size=data.draw(st.sampled_from(["5GB", "20KB"]))
+    )
     reference.generation_config.update(temperature=0.5, do_sample=True, eos_token_id=[0, 3])
     reference.generation_config.save_pretrained(folder / "theirs")
     model = ZeroTPForCausalLM.from_pretrained(folder / "theirs", Topology(world=1))
@@ -229,7 +272,10 @@ def test_import_and_export_keep_every_bit(
     assert same(again.state_dict(), reference.state_dict())
     assert again.generation_config.to_diff_dict() == reference.generation_config.to_diff_dict()
     assert stored_names(folder / "ours") == stored_names(folder / "theirs")
-    assert differing(again.config.to_dict(), reference.config.to_dict()) <= {"_name_or_path", "architectures"}
+    assert differing(again.config.to_dict(), reference.config.to_dict()) <= {
+        "_name_or_path",
+        "architectures",
+    }
 
 
 def stored_names(directory: Path) -> set[str]:
@@ -238,25 +284,37 @@ def stored_names(directory: Path) -> set[str]:
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
 
 
 def differing(found: dict[str, Any], expected: dict[str, Any]) -> set[str]:
-    return {name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)}
+    return {
+        name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)
+    }
 
 
 @pytest.mark.parametrize("model_type", in_tiers(MODEL_TYPES, ["gpt2", "llama", "qwen3"]))
 @examples(4, 10)
 @given(data=st.data())
 def test_generate_equals_transformers(model_type: str, data: st.DataObject) -> None:
-    """Greedy, sampled and with beams; padded on the left or not; past sliding windows and past the positions that
-    scaling reckons with, where there are no learned ones."""
+    """Greedy, sampled and with beams; padded on the left or not; past sliding windows and past the
+    positions that scaling reckons with, where there are no learned ones.
+    """
     fields = data.draw(decoder_fields(model_type)) | without_router_logits(model_type)
     reference = decoder(fields, data.draw(st.integers(0, 2**31), label="seed"))
     model = parallel_model(reference, Topology(world=1)).eval()
-    prompt = torch.randint(1, fields["vocab_size"], (BATCH, data.draw(st.integers(1, 9), label="prompt")))
+    prompt = torch.randint(
+        1, fields["vocab_size"], (BATCH, data.draw(st.integers(1, 9), label="prompt"))
+    )
     asked: dict[str, Any] = {"max_new_tokens": 7 if model_type == "gpt2" else 14, "pad_token_id": 0}
-    ways: list[dict[str, Any]] = [{}, {"use_cache": False}, {"do_sample": True, "top_k": 5}, {"num_beams": 2}]
+    ways: list[dict[str, Any]] = [
+        {},
+        {"use_cache": False},
+        {"do_sample": True, "top_k": 5},
+        {"num_beams": 2},
+    ]
     ways += [{"cache_implementation": "static"}, {"cache_implementation": "static", "num_beams": 2}]
     asked |= data.draw(st.sampled_from(ways), label="way")
     if data.draw(st.booleans(), label="padded"):
@@ -269,7 +327,9 @@ def test_generate_equals_transformers(model_type: str, data: st.DataObject) -> N
     assert torch.equal(outputs[1], outputs[0])
 
 
-def generated(world: int, fields: dict[str, Any], seed: int, prompt: list[list[int]], ways: Any) -> list[Any]:
+def generated(
+    world: int, fields: dict[str, Any], seed: int, prompt: list[list[int]], ways: Any
+) -> list[Any]:
     """On this rank, and by transformers in one process."""
     reference = decoder(fields, seed)
     pairs = []
@@ -280,7 +340,11 @@ def generated(world: int, fields: dict[str, Any], seed: int, prompt: list[list[i
             for each in (reference, model):
                 # Ranks that would draw different random numbers.
                 torch.manual_seed(5 if each is reference else 5 + grid(world, sequence).tensor_rank)
-                outputs.append(each.generate(torch.tensor(prompt), pad_token_id=0, max_new_tokens=6, **settings))
+                outputs.append(
+                    each.generate(
+                        torch.tensor(prompt), pad_token_id=0, max_new_tokens=6, **settings
+                    )
+                )
             pairs.append([output.tolist() for output in outputs])
     return pairs
 
@@ -290,16 +354,26 @@ def generated(world: int, fields: dict[str, Any], seed: int, prompt: list[list[i
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 @examples(2, 2)
 @given(data=st.data())
-def test_generate_agrees_on_every_token(ranks: Pools, world: int, model_type: str, data: st.DataObject) -> None:
-    """Greedy and sampled, on all ranks what transformers gives: they sample with the first rank's random numbers."""
+def test_generate_agrees_on_every_token(
+    ranks: Pools, world: int, model_type: str, data: st.DataObject
+) -> None:
+    """Greedy and sampled, on all ranks what transformers gives: they sample with the first
+    rank's random numbers.
+    """
     fields = data.draw(decoder_fields(model_type)) | without_router_logits(model_type)
     tokens = st.integers(1, fields["vocab_size"] - 1)
     length = data.draw(st.integers(1, 9), label="prompt")
-    prompt = data.draw(st.lists(st.lists(tokens, min_size=length, max_size=length), min_size=2, max_size=2))
+    prompt = data.draw(
+        st.lists(st.lists(tokens, min_size=length, max_size=length), min_size=2, max_size=2)
+    )
     # Sampled to the full length: ranks that disagreed would otherwise wait for one that has ended.
-    ways: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "top_k": 4, "min_new_tokens": 6}]
+    ways: list[dict[str, Any]] = [
+        {"do_sample": False},
+        {"do_sample": True, "top_k": 4, "min_new_tokens": 6},
+    ]
     ways += [
-        {"do_sample": False, "cache_implementation": "static", **chunks} for chunks in ({}, {"prefill_chunk_size": 2})
+        {"do_sample": False, "cache_implementation": "static", **chunks}
+        for chunks in ({}, {"prefill_chunk_size": 2})
     ]
     seed = data.draw(st.integers(0, 2**31), label="seed")
     for pairs in ranks(world).run(generated, world, fields, seed, prompt, ways):
@@ -319,17 +393,23 @@ def different_prompts() -> list[str]:
     model = parallel_model(decoder(SMALL_GPT2, 0), topology)
     for other in (torch.tensor([[1, 3]]), None):
         with pytest.raises(UserError) as caught:
-            model.generate(other if topology.tensor_rank else torch.tensor([[1, 2]]), max_new_tokens=1)
+            model.generate(
+                other if topology.tensor_rank else torch.tensor([[1, 2]]), max_new_tokens=1
+            )
         said.append(str(caught.value))
     return said
 
 
 def test_different_prompts_are_refused(ranks: Pools) -> None:
-    assert all("different prompts" in text for said in ranks(2).run(different_prompts) for text in said)
+    assert all(
+        "different prompts" in text for said in ranks(2).run(different_prompts) for text in said
+    )
 
 
 def drawn() -> tuple[list[float], list[float], list[float]]:
-    """What this rank would draw by itself, what it draws together with the others, and what it draws next."""
+    """What this rank would draw by itself, what it draws together with the others, and what it
+    draws next.
+    """
     topology = grid(2, False)
     torch.manual_seed(topology.tensor_rank)
     alone = torch.rand(2).tolist()

@@ -1,5 +1,6 @@
-"""Every encoder against transformers' own classes, for random small configs with padding: in one process, split over
-ranks, through DeepSpeed's ZeRO; then what it reads and writes."""
+"""Every encoder against transformers' own classes, for random small configs with padding: in one
+process, split over ranks, through DeepSpeed's ZeRO; then what it reads and writes.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +54,18 @@ def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str
         check_close({name: found[name] for name in logits}, logits)
         assert found.loss.item() == pytest.approx(loss.item(), rel=1e-5)
         right = logits["prediction_logits"].argmax(-1) == rows["labels"]
-        assert found.masked_accuracy.item() == pytest.approx(right[rows["labels"] != -100].float().mean().item())
+        assert found.masked_accuracy.item() == pytest.approx(
+            right[rows["labels"] != -100].float().mean().item()
+        )
         found.loss.backward()
         counts[f"gradients, SP {sequence}"] = check_gradients(model, reference)
         assert all(gradient_sum.fired == 1 for gradient_sum in model.gradient_hooks.sums.values())
         counts[f"parts, SP {sequence}"] = len(model.gradient_hooks.sums)
         # A length that does not divide, which is computed without SP where no gradient is taken.
-        odd = {name: each[:, : LENGTH - 3].contiguous() if each.ndim == 2 else each for name, each in rows.items()}
+        odd = {
+            name: each[:, : LENGTH - 3].contiguous() if each.ndim == 2 else each
+            for name, each in rows.items()
+        }
         with torch.no_grad():
             each = model(**odd, reduction="none")
             words = losses_and_logits(reference, odd)[1]["prediction_logits"]
@@ -76,9 +82,13 @@ def drawn_case(data: st.DataObject, model_type: str) -> tuple[dict[str, Any], in
 
 
 def expected_counts(fields: dict[str, Any], *sequences: bool) -> dict[str, int]:
-    """Return what `same_as_native` compares of a config. Under SP norms, positions and token types see a shard."""
+    """Return what `same_as_native` compares of a config. Under SP norms, positions and token
+    types see a shard.
+    """
     layers, order = fields["num_hidden_layers"], 0 if fields["architectures"] else 4
-    norms = 2 * layers + 1  # with the one after the embeddings, or the last; that of the head sees all
+    norms = (
+        2 * layers + 1
+    )  # with the one after the embeddings, or the last; that of the head sees all
     counts = {}
     for sequence in sequences:
         counts[f"gradients, SP {sequence}"] = 3 + 8 * layers + 2 * norms + 5 + order
@@ -97,7 +107,9 @@ def test_one_process(model_type: str, data: st.DataObject) -> None:
 @ALL_ENCODERS
 @hypothesis.settings(max_examples=2)
 @given(data=st.data())
-def test_logits_losses_and_every_gradient(ranks: Pools, world: int, model_type: str, data: st.DataObject) -> None:
+def test_logits_losses_and_every_gradient(
+    ranks: Pools, world: int, model_type: str, data: st.DataObject
+) -> None:
     fields, seed, attention = drawn_case(data, model_type)
     counts = ranks(world).run(same_as_native, world, fields, seed, attention)
     assert counts == [expected_counts(fields, False, True)] * world
@@ -110,9 +122,12 @@ RECOMPUTE: list[dict[str, Any]] = [
 ]
 
 
-def trained(fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stage: int, recompute: int) -> list[float]:
-    """Two steps through DeepSpeed, of two micro-batches with other numbers of labels each: losses, norms, figures, and
-    what validation gives, as transformers and torch's optimizer have them."""
+def trained(
+    fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stage: int, recompute: int
+) -> list[float]:
+    """Two steps through DeepSpeed, of two micro-batches with other numbers of labels each: losses,
+    norms, figures, and what validation gives, as transformers and torch's optimizer have them.
+    """
     from zero_tp.base.settings.recompute import RecomputePolicy
     from zero_tp.data.batch import MaskedBatch
     from zero_tp.engine.engine import TrainingEngine
@@ -124,7 +139,10 @@ def trained(fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stag
         "train_micro_batch_size_per_gpu": each,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0, "torch_adam": True}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0, "torch_adam": True},
+        },
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
     engine = TrainingEngine.from_dict(
@@ -136,7 +154,8 @@ def trained(fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stag
         recompute=RecomputePolicy(**RECOMPUTE[recompute]),
     )
     own = [
-        {name: part.split(each)[2 * topology.data_rank + number] for name, part in rows.items()} for number in (0, 1)
+        {name: part.split(each)[2 * topology.data_rank + number] for name, part in rows.items()}
+        for number in (0, 1)
     ]
     batches = [MaskedBatch(part).to(engine.device) for part in own]
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.0)
@@ -145,14 +164,20 @@ def trained(fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stag
         loss, logits = losses_and_logits(reference, rows)
         optimizer.zero_grad()
         loss.backward()
-        norm = torch.stack([parameter.grad.double().norm() for parameter in reference.parameters()]).norm().item()
+        norm = (
+            torch.stack([parameter.grad.double().norm() for parameter in reference.parameters()])
+            .norm()
+            .item()
+        )
         validation = engine.evaluate(batches)
         told.append(engine.train_step(batches))
         assert told[-1] == pytest.approx(loss.item(), rel=1e-5)
         assert engine.gradient_norm == pytest.approx(norm, rel=1e-5)
         assert validation["loss"] == pytest.approx(loss.item(), rel=1e-5)
         expected = figures_of(logits, rows)
-        assert engine.figures.keys() == (expected.keys() if len(expected) > 2 else {"masked_accuracy"})
+        assert engine.figures.keys() == (
+            expected.keys() if len(expected) > 2 else {"masked_accuracy"}
+        )
         for name, value in expected.items():
             assert validation[name] == pytest.approx(value, rel=1e-5), name
             assert engine.figures.get(name, value) == pytest.approx(value, rel=1e-5), name
@@ -162,13 +187,18 @@ def trained(fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stag
 
 def figures_of(logits: dict[str, Tensor], rows: dict[str, Tensor]) -> dict[str, float]:
     found = {}
-    names = {"masked": ("prediction_logits", "labels"), "sentence": ("seq_relationship_logits", "next_sentence_label")}
+    names = {
+        "masked": ("prediction_logits", "labels"),
+        "sentence": ("seq_relationship_logits", "next_sentence_label"),
+    }
     for figure, (words, labels) in names.items():
         if labels not in rows:
             continue
         scores, wanted = logits[words].flatten(0, -2), rows[labels].flatten()
         found[f"{figure}_loss"] = F.cross_entropy(scores, wanted).item()
-        found[f"{figure}_accuracy"] = (scores.argmax(1) == wanted)[wanted != -100].float().mean().item()
+        found[f"{figure}_accuracy"] = (
+            (scores.argmax(1) == wanted)[wanted != -100].float().mean().item()
+        )
     return found
 
 
@@ -182,7 +212,9 @@ STEPS = [
 FIRST = [("megatron-bert", 2, True, 3), ("bert", 1, False, 2)]
 
 
-@pytest.mark.parametrize(("model_type", "tensor", "sequence", "stage"), in_tiers(STEPS, FIRST, every=3))
+@pytest.mark.parametrize(
+    ("model_type", "tensor", "sequence", "stage"), in_tiers(STEPS, FIRST, every=3)
+)
 @examples(1, 2)
 @given(data=st.data())
 def test_steps_through_zero(
@@ -196,12 +228,14 @@ def test_steps_through_zero(
     assert found[0][1] < found[0][0]
 
 
-# ---- one process -----------------------------------------------------------------------------------------------
+# ---- one process ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_without_a_label(dtype: torch.dtype, seed: int) -> None:
-    """Their mean is nan, as transformers' is, their share of a sum 0; every weight has a gradient of 0 from it."""
+    """Their mean is nan, as transformers' is, their share of a sum 0; every weight has a
+    gradient of 0 from it.
+    """
     fields = fields_of("megatron-bert")
     reference, rows = encoder(fields, seed).to(dtype), rows_for(fields, seed)
     rows["labels"].fill_(IGNORE_INDEX)
@@ -212,7 +246,11 @@ def test_rows_without_a_label(dtype: torch.dtype, seed: int) -> None:
     assert not each.masked_loss.any() and not each.masked_accuracy.any()
     shared = model(**rows, num_items_in_batch=0, num_rows_in_batch=torch.tensor(2 * BATCH))
     assert (shared.masked_loss.item(), shared.masked_accuracy.item()) == (0, 0)
-    assert shared.loss.item() == shared.sentence_loss.item() == pytest.approx(mean.sentence_loss.item() / 2)
+    assert (
+        shared.loss.item()
+        == shared.sentence_loss.item()
+        == pytest.approx(mean.sentence_loss.item() / 2)
+    )
     rows["next_sentence_label"].fill_(IGNORE_INDEX)
     nothing = model(**rows, num_items_in_batch=torch.tensor(0), num_rows_in_batch=0)
     assert (nothing.loss.item(), nothing.sentence_accuracy.item()) == (0, 0)
@@ -231,7 +269,10 @@ def test_figures_and_each_tokens_loss(model_type: str, seed: int) -> None:
     rows["labels"][0, 1] = words[0, 1].argmax()
     rows["next_sentence_label"][1] = order[1].argmax()
     chosen = rows["labels"] != IGNORE_INDEX
-    right, in_order = words.argmax(-1) == rows["labels"], order.argmax(-1) == rows["next_sentence_label"]
+    right, in_order = (
+        words.argmax(-1) == rows["labels"],
+        order.argmax(-1) == rows["next_sentence_label"],
+    )
     assert right[chosen].any() and in_order.any()
     output = model(**rows)
     assert output.masked_accuracy.item() == pytest.approx(right[chosen].float().mean().item())
@@ -262,7 +303,9 @@ def test_nothing_that_is_padded_or_ignored_changes_a_bit(seed: int) -> None:
 
 def test_the_vocabulary_meets_the_masked_tokens_alone(seed: int) -> None:
     """Forward and both gradients: each label more costs the head's products of one token."""
-    fields = fields_of("bert", vocab_size=997, max_position_embeddings=100, architectures=["BertForMaskedLM"])
+    fields = fields_of(
+        "bert", vocab_size=997, max_position_embeddings=100, architectures=["BertForMaskedLM"]
+    )
     model = parallel_model(encoder(fields, seed), ALONE)
     tokens, flops = torch.randint(997, (2, 100)), []
     for masked in (15, 100):
@@ -284,7 +327,9 @@ def test_a_row_of_padding_alone_keeps_all_gradients_finite(model_type: str, seed
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    config = transformers.AutoConfig.for_model(**fields_of("bert", architectures=["BertForMaskedLM"]))
+    config = transformers.AutoConfig.for_model(
+        **fields_of("bert", architectures=["BertForMaskedLM"])
+    )
     model = ZeroTPForPreTraining(config, ALONE)
     rows = rows_for(fields_of("bert"), 0)
     loss = model(**rows).loss

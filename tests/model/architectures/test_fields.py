@@ -1,8 +1,10 @@
-"""No field of a Hugging Face config is silently ignored: each is used, known to change nothing, or refused by name.
+"""No field of a Hugging Face config is silently ignored: each is used, known to change nothing, or
+refused by name.
 
-For every table and every field, values are changed in a `config.json`. Either the file is refused in a line that names
-the field, or our model with that config still equals transformers' own: loss, logits and every gradient, in fp32. What
-is called irrelevant must change nothing in transformers' model, what is called used must change something.
+For every table and every field, values are changed in a `config.json`. Either the file is refused
+in a line that names the field, or our model with that config still equals transformers' own: loss,
+logits and every gradient, in fp32. What is called irrelevant must change nothing in transformers'
+model, what is called used must change something.
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ from tests.support.tiny_configs import GENERAL_SIZES, general_fields
 from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.model.architectures import ARCHITECTURES, Architecture
-from zero_tp.model.architectures.configs import config_from_block, config_from_directory, config_from_json
+from zero_tp.model.architectures.configs import (
+    config_from_block,
+    config_from_directory,
+    config_from_json,
+)
 from zero_tp.model.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 
@@ -40,12 +46,18 @@ ROPES = (
     {"rope_type": "default", "rope_theta": 500.0},
     {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
     {"rope_type": "linear", "factor": 3.0},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 100.0},
+    {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "rope_theta": 100.0,
+    },
     {"rope_type": "longrope", "short_factor": [1.0] * 5, "long_factor": [2.0] * 5, "factor": 2.0},
     {"rope_type": "default", "factor": 2.0},
     {"rope_type": "linear", "factor": -1.0},
 )
-# Values to try besides what the field's type suggests. The first of a used field makes a difference.
+# Values to try besides what the field's type suggests. The first of a used field makes a
+# difference.
 VALUES: dict[str, tuple[Any, ...]] = {
     "vocab_size": (64,),
     **dict.fromkeys(("num_experts", "num_local_experts"), (6, 1, 0)),
@@ -65,8 +77,17 @@ VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions"), (40, 0)),
     "sliding_window": (3, None, 0),
     "max_window_layers": (0, 2),
-    "layer_types": ((SLIDING, FULL, SLIDING), (FULL,) * 3, ("chunked_attention",) * 3, (FULL,), (FULL, "odd", FULL)),
-    **dict.fromkeys(("hidden_act", "activation_function"), ("relu", "gelu", "gelu_new", "gelu_fast", "silu", "mish")),
+    "layer_types": (
+        (SLIDING, FULL, SLIDING),
+        (FULL,) * 3,
+        ("chunked_attention",) * 3,
+        (FULL,),
+        (FULL, "odd", FULL),
+    ),
+    **dict.fromkeys(
+        ("hidden_act", "activation_function"),
+        ("relu", "gelu", "gelu_new", "gelu_fast", "silu", "mish"),
+    ),
     "rope_parameters": ROPES,
     "rope_scaling": (
         {"type": "linear", "factor": 2.0},
@@ -111,13 +132,23 @@ ALMOST_ALL = 1 - 1e-12  # of a dropout: nothing is left of what it drops, in bot
 def fields_of(model_type: str) -> list[str]:
     """All that the config class has, that its file may have, and that the tables know."""
     declared = [field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])]
-    known = (*ARCHITECTURES[model_type].fields.names(), *IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG)
+    known = (
+        *ARCHITECTURES[model_type].fields.names(),
+        *IRRELEVANT_IN_EVERY_CONFIG,
+        *FIXED_IN_EVERY_CONFIG,
+    )
     return list(dict.fromkeys((*declared, *known)))
 
 
 def is_used(architecture: Architecture, name: str) -> bool:
     fields = architecture.fields
-    return name in (*fields.sizes, *fields.positive, *fields.dropouts, *fields.choices, *fields.read)
+    return name in (
+        *fields.sizes,
+        *fields.positive,
+        *fields.dropouts,
+        *fields.choices,
+        *fields.read,
+    )
 
 
 def values_of(model_type: str, name: str) -> tuple[Any, ...]:
@@ -146,7 +177,11 @@ class Outcome:
     def equals(self, other: Outcome) -> bool:
         same = self.logits.shape == other.logits.shape and torch.equal(self.logits, other.logits)
         same = same and self.gradients.keys() == other.gradients.keys()
-        pairs = [(tensor, other.gradients[name]) for name, tensor in self.gradients.items()] if same else []
+        pairs = (
+            [(tensor, other.gradients[name]) for name, tensor in self.gradients.items()]
+            if same
+            else []
+        )
         return same and all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
 
@@ -156,7 +191,9 @@ def set_weights(model: Any) -> Any:
         for name, parameter in model.named_parameters():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             drawn = torch.randn(parameter.shape, generator=generator) * 0.3
-            parameter.copy_(drawn + 1.0 if parameter.ndim == 1 and name.endswith("weight") else drawn)
+            parameter.copy_(
+                drawn + 1.0 if parameter.ndim == 1 and name.endswith("weight") else drawn
+            )
     return model
 
 
@@ -171,7 +208,9 @@ def compared(written: dict[str, Any], directory: Path, *, train: bool = False) -
     config._attn_implementation = "sdpa"
     native = AutoConfig.from_pretrained(directory)
     native.architectures = None  # what it says decides nothing
-    native._experts_implementation = "eager"  # the default refuses rows that are no multiples of 16 bytes
+    native._experts_implementation = (
+        "eager"  # the default refuses rows that are no multiples of 16 bytes
+    )
     causal = ARCHITECTURES[config.model_type].spec(config).causal
     theirs = set_weights(native_model(native, attn_implementation="sdpa" if causal else "eager"))
     source = Native(theirs)
@@ -204,12 +243,16 @@ def test_every_field_is_in_one_class(model_type: str) -> None:
     assert sorted(set(listed)) == sorted(listed), "a field is in two classes"
     assert set(architecture.fields.undeclared) <= set(architecture.fields.names()) - set(declared)
     # What transformers takes out of a config as settings of generation is of no table.
-    assert not set(GenerationConfig._get_default_generation_params()) & set(architecture.fields.names()) - {"use_cache"}
+    assert not set(GenerationConfig._get_default_generation_params()) & set(
+        architecture.fields.names()
+    ) - {"use_cache"}
 
 
 @EACH_TABLE
 def test_all_fields_of_a_config_are_read_again(model_type: str) -> None:
-    """A checkpoint of a run that began from a Hugging Face directory holds every field, and no directory."""
+    """A checkpoint of a run that began from a Hugging Face directory holds every field, and no
+    directory.
+    """
     config = config_from_block({"model_type": model_type})
     assert config_from_json(config.to_dict(), Path("gone")).to_dict() == config.to_dict()
 
@@ -221,7 +264,11 @@ def test_every_field_does_what_its_class_says(model_type: str, tmp_path: Path) -
     plain_train = compared(base, tmp_path, train=True)
     tried = 0
     # Those that every file may have, all at once: a test for each would take minutes.
-    notes = {name: values_of(model_type, name)[0] for name in IRRELEVANT_IN_EVERY_CONFIG if values_of(model_type, name)}
+    notes = {
+        name: values_of(model_type, name)[0]
+        for name in IRRELEVANT_IN_EVERY_CONFIG
+        if values_of(model_type, name)
+    }
     assert compared({**base, **notes}, tmp_path).equals(plain)
     for name in fields_of(model_type):
         if name in notes:
@@ -233,14 +280,19 @@ def test_every_field_does_what_its_class_says(model_type: str, tmp_path: Path) -
             try:
                 outcome = compared({**base, name: value}, tmp_path, train=train)
             except UserError as error:
-                assert re.search(rf"config\.json: ({name}|{OTHER_SIDE})\b", str(error)), (name, error)
+                assert re.search(rf"config\.json: ({name}|{OTHER_SIDE})\b", str(error)), (
+                    name,
+                    error,
+                )
                 assert len(str(error).splitlines()) == 1
                 continue
             except Exception as error:
                 raise AssertionError(f"{name} = {value!r}: {error}") from error
             changed.append(not outcome.equals(plain_train if train else plain))
         if not used:
-            assert not any(changed), f"{name} changes the model, but its class is not one of those used"
+            assert not any(changed), (
+                f"{name} changes the model, but its class is not one of those used"
+            )
         elif name not in (*NOT_IN_OUTPUT, "n_positions"):
             assert any(changed) or not changed, f"{name} is called used, but changes nothing"
     assert tried > 30 and len(notes) > 30
@@ -248,7 +300,9 @@ def test_every_field_does_what_its_class_says(model_type: str, tmp_path: Path) -
 
 @EACH_TABLE
 def test_new_weights_are_drawn_as_the_class_draws_them(model_type: str) -> None:
-    """Mean and standard deviation of every matrix, zeros for padding tokens; norms and biases bit for bit."""
+    """Mean and standard deviation of every matrix, zeros for padding tokens; norms and biases
+    bit for bit.
+    """
     sizes = {"hidden_size": 256, "vocab_size": 211, "initializer_range": 0.07}
     wide = {
         "intermediate_size": 512,
@@ -258,7 +312,9 @@ def test_new_weights_are_drawn_as_the_class_draws_them(model_type: str) -> None:
     }
     small = general_fields(model_type)
     written = small | sizes | {name: size for name, size in wide.items() if name in small}
-    config = CONFIG_MAPPING[model_type](**{name: value for name, value in written.items() if name != "model_type"})
+    config = CONFIG_MAPPING[model_type](
+        **{name: value for name, value in written.items() if name != "model_type"}
+    )
     expected = to_ours(config, native_model(config).state_dict())
     ours = dict(our_class(config)(copy.deepcopy(config), seed=1).named_parameters())
     assert ours.keys() == expected.keys()
@@ -267,21 +323,32 @@ def test_new_weights_are_drawn_as_the_class_draws_them(model_type: str) -> None:
         if parameter.ndim == 1:
             assert torch.equal(parameter, theirs), name
             continue
-        # Of two estimates from n numbers: the ratio of deviations has one of 1/√n, the difference of means of σ·√(2/n).
+        # Of two estimates from n numbers: the ratio of deviations has one of 1/√n, the difference
+        # of means of σ·√(2/n).
         mean, deviation, few = theirs.mean().item(), theirs.std().item(), parameter.numel() ** -0.5
         assert parameter.std().item() == pytest.approx(deviation, rel=max(0.05, 4 * few)), name
         assert parameter.mean().item() == pytest.approx(mean, abs=1e-6 + 6 * deviation * few), name
-        zeros, wanted = ((rows.abs().sum(-1) == 0).nonzero().tolist() for rows in (parameter, theirs))
+        zeros, wanted = (
+            (rows.abs().sum(-1) == 0).nonzero().tolist() for rows in (parameter, theirs)
+        )
         assert zeros == wanted, name
 
 
 def undeclared_names(model_type: str) -> Iterator[str]:
     """Attributes of a config that transformers' generic code and the model's own read."""
     root = Path(transformers.__file__).parent
-    generic = ("masking_utils", "modeling_utils", "modeling_rope_utils", "cache_utils", "modeling_layers")
+    generic = (
+        "masking_utils",
+        "modeling_utils",
+        "modeling_rope_utils",
+        "cache_utils",
+        "modeling_layers",
+    )
     for name in (*generic, "integrations/sdpa_attention", "integrations/eager_paged"):
         if (root / f"{name}.py").exists():
-            yield from re.findall(r'(?:get|has)attr\((?:\w+\.)*\w*config, "(\w+)"', (root / f"{name}.py").read_text())
+            yield from re.findall(
+                r'(?:get|has)attr\((?:\w+\.)*\w*config, "(\w+)"', (root / f"{name}.py").read_text()
+            )
     module = model_type.replace("-", "_")
     own = (root / "models" / module / f"modeling_{module}.py").read_text()
     yield from re.findall(r"\bconfig\.([a-z]\w*)", own)
@@ -289,7 +356,9 @@ def undeclared_names(model_type: str) -> Iterator[str]:
 
 
 @EACH_TABLE
-def test_what_transformers_obeys_without_declaring_it_is_refused(model_type: str, tmp_path: Path) -> None:
+def test_what_transformers_obeys_without_declaring_it_is_refused(
+    model_type: str, tmp_path: Path
+) -> None:
     base = general_fields(model_type)
     config_class: Any = CONFIG_MAPPING[model_type]
     own = config_class.__name__
@@ -304,25 +373,37 @@ def test_what_transformers_obeys_without_declaring_it_is_refused(model_type: str
             config_from_directory(tmp_path)
         config = config_class(**fields)
         setattr(config, name, 1)
-        with pytest.raises(UserError, match=rf"^{own}\.{name}: 1 is unknown to zero_tp's {model_type}"):
+        with pytest.raises(
+            UserError, match=rf"^{own}\.{name}: 1 is unknown to zero_tp's {model_type}"
+        ):
             ARCHITECTURES[model_type].spec(config)
     causal = ARCHITECTURES[model_type].spec(config_class(**fields)).causal
-    other: dict[str, Any] = {"is_causal": not causal, "use_bidirectional_attention": causal, "attention_chunk_size": 4}
+    other: dict[str, Any] = {
+        "is_causal": not causal,
+        "use_bidirectional_attention": causal,
+        "attention_chunk_size": 4,
+    }
     for name, value in other.items():
         config = config_class(**fields, **{name: value})
         with pytest.raises(UserError, match=rf"^{own}\.{name}: {json.dumps(value)} is refused: "):
             ARCHITECTURES[model_type].spec(config)
     mlp = "n_inner" if model_type == "gpt2" else "intermediate_size"
     config = config_class(**fields, per_layer_config={0: {mlp: 8}})
-    with pytest.raises(UserError, match=rf"^{own}\.per_layer_config: refused: all layers .*; leave it out"):
+    with pytest.raises(
+        UserError, match=rf"^{own}\.per_layer_config: refused: all layers .*; leave it out"
+    ):
         ARCHITECTURES[model_type].spec(config)
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "phi", "roberta", "deepseek_v3"])
-def test_another_model_type_is_refused_with_the_supported_ones(model_type: str, tmp_path: Path) -> None:
+def test_another_model_type_is_refused_with_the_supported_ones(
+    model_type: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     listed = ", ".join(ARCHITECTURES)
-    with pytest.raises(UserError, match=rf'model_type: "{model_type}" is not supported; supported: {listed}$'):
+    with pytest.raises(
+        UserError, match=rf'model_type: "{model_type}" is not supported; supported: {listed}$'
+    ):
         config_from_directory(tmp_path)
     with pytest.raises(UserError, match=rf"{model_type!r} is not supported; supported: "):
         ZeroTPForCausalLM(CONFIG_MAPPING[model_type]())
@@ -330,6 +411,11 @@ def test_another_model_type_is_refused_with_the_supported_ones(model_type: str, 
 
 @pytest.mark.parametrize("model_type", ["mistral", "phi3", "starcoder2"])
 def test_a_window_of_0_names_null(model_type: str) -> None:
-    with pytest.raises(UserError, match=r"sliding_window: 0 is not positive; give 1 or more, or null for attention to"):
+    with pytest.raises(
+        UserError,
+        match=r"sliding_window: 0 is not positive; give 1 or more, or null for attention to",
+    ):
         config_from_block({"model_type": model_type, "sliding_window": 0})
-    assert config_from_block({"model_type": model_type, "sliding_window": None}).sliding_window is None
+    assert (
+        config_from_block({"model_type": model_type, "sliding_window": None}).sliding_window is None
+    )

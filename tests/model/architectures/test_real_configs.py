@@ -1,4 +1,6 @@
-"""The config.json of models that people have: accepted as they were published, with the published number of weights."""
+"""The config.json of models that people have: accepted as they were published, with the
+published number of weights.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.native import our_class
 from zero_tp.base.errors import UserError
-from zero_tp.model.architectures.configs import config_from_block, config_from_directory, describe_ignored_fields
+from zero_tp.model.architectures.configs import (
+    config_from_block,
+    config_from_directory,
+    describe_ignored_fields,
+)
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.huggingface.parallelize import parallel_model
 from zero_tp.parallel.topology import Topology
@@ -21,7 +27,9 @@ from zero_tp.run.config.model_block import ignored_fields
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     model["name"]: model
-    for model in map(json.loads, Path(__file__).with_name("published_configs.jsonl").read_text().splitlines())
+    for model in map(
+        json.loads, Path(__file__).with_name("published_configs.jsonl").read_text().splitlines()
+    )
 }
 """Name → its published config.json and number of parameters."""
 
@@ -35,21 +43,39 @@ def test_published_files_are_read(name: str, tmp_path: Path) -> None:
     write_config(tmp_path, name)
     config = config_from_directory(tmp_path)
     model = our_class(config)(config, device="meta", dtype=torch.bfloat16)
-    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name]["parameters"]
+    assert (
+        sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name]["parameters"]
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("smollm2-135m-instruct", {"rope_interleaved": True}, "rope_interleaved: true is .*; only false is supported$"),
-        ("llama-7b", {"kv_sharing_modes": ["a"]}, "kv_sharing_modes: .* is no field of LlamaConfig; remove it"),
+        (
+            "smollm2-135m-instruct",
+            {"rope_interleaved": True},
+            "rope_interleaved: true is .*; only false is supported$",
+        ),
+        (
+            "llama-7b",
+            {"kv_sharing_modes": ["a"]},
+            "kv_sharing_modes: .* is no field of LlamaConfig; remove it",
+        ),
         (
             "llama-3.2-1b",
             {"rope_scaling": {"type": "su", "factor": 2.0}},
             "one of default, linear, dynamic, yarn, llama3",
         ),
-        ("llama-3.2-1b", {"quantization_config": {"bits": 4}}, "quantization_config: quantized weights"),
-        ("qwen2.5-0.5b", {"use_mrope": True}, "use_mrope: true is refused: .*; only false is supported$"),
+        (
+            "llama-3.2-1b",
+            {"quantization_config": {"bits": 4}},
+            "quantization_config: quantized weights",
+        ),
+        (
+            "qwen2.5-0.5b",
+            {"use_mrope": True},
+            "use_mrope: true is refused: .*; only false is supported$",
+        ),
         (
             "qwen3-0.6b",
             {"layer_types": ["chunked_attention"] * 28},
@@ -62,10 +88,16 @@ def test_published_files_are_read(name: str, tmp_path: Path) -> None:
         ),
         ("starcoder2-3b", {"mlp_type": "gated"}, 'mlp_type: "gated" is refused: '),
         ("phi-4", {"attention_bias": True}, "attention_bias: true is refused: "),
-        ("pythia-70m", {"num_attention_heads": 7}, "hidden_size: GPTNeoXConfig refuses it .*not divisible"),
+        (
+            "pythia-70m",
+            {"num_attention_heads": 7},
+            "hidden_size: GPTNeoXConfig refuses it .*not divisible",
+        ),
     ],
 )
-def test_what_changes_the_model_is_refused(name: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_changes_the_model_is_refused(
+    name: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     write_config(tmp_path, name, **changes)
     with pytest.raises(UserError, match=rf"config\.json: .*{words}") as caught:
         config_from_directory(tmp_path)
@@ -73,18 +105,36 @@ def test_what_changes_the_model_is_refused(name: str, changes: dict[str, Any], w
 
 
 @pytest.mark.parametrize(
-    ("name", "ignored"), [("llama-7b", "max_sequence_length"), ("phi-3-mini-4k-instruct", "auto_map"), ("phi-4", "")]
+    ("name", "ignored"),
+    [("llama-7b", "max_sequence_length"), ("phi-3-mini-4k-instruct", "auto_map"), ("phi-4", "")],
 )
-def test_what_transformers_ignores_is_ignored_with_a_line(name: str, ignored: str, tmp_path: Path) -> None:
+def test_what_transformers_ignores_is_ignored_with_a_line(
+    name: str, ignored: str, tmp_path: Path
+) -> None:
     """transformers builds the same model, and its own config may hold the field."""
-    changes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 8, "vocab_size": 99, "pad_token_id": 0}
-    changes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "eos_token_id": 1, "bos_token_id": 0}
+    changes = {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "intermediate_size": 8,
+        "vocab_size": 99,
+        "pad_token_id": 0,
+    }
+    changes |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "eos_token_id": 1,
+        "bos_token_id": 0,
+    }
     write_config(tmp_path, name, **changes)
     lines = describe_ignored_fields(tmp_path)
-    expected = [f"{tmp_path}/config.json: {ignored} changes nothing: transformers' "] if ignored else []
+    expected = (
+        [f"{tmp_path}/config.json: {ignored} changes nothing: transformers' "] if ignored else []
+    )
     assert [line[: len(start)] for line, start in zip(lines, expected, strict=True)] == expected
     assert ignored_fields({"from_pretrained": str(tmp_path)}) == lines
-    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.float32).eval()
+    theirs = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(tmp_path), dtype=torch.float32
+    ).eval()
     tokens = torch.arange(12)[None]
     theirs.save_pretrained(tmp_path)
     write_config(tmp_path, name, **changes)
@@ -94,7 +144,9 @@ def test_what_transformers_ignores_is_ignored_with_a_line(name: str, ignored: st
     assert [str(each.message) for each in caught if "changes nothing" in str(each.message)] == lines
     logits = theirs(tokens).logits
     torch.testing.assert_close(ours(tokens).logits, logits, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(parallel_model(theirs, Topology())(tokens).logits, logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        parallel_model(theirs, Topology())(tokens).logits, logits, rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ["max_sequence_length", "auto_map"])
@@ -103,15 +155,20 @@ def test_the_block_of_a_run_takes_no_such_field(name: str) -> None:
         config_from_block({"model_type": "llama", name: 2048})
 
 
-@pytest.mark.parametrize(("model_type", "problem"), [("gpt_oss", "is not supported"), ("gpt_osss", "is unknown")])
+@pytest.mark.parametrize(
+    ("model_type", "problem"), [("gpt_oss", "is not supported"), ("gpt_osss", "is unknown")]
+)
 def test_all_reasons_are_given_at_once(model_type: str, problem: str, tmp_path: Path) -> None:
     quantized = {"model_type": model_type, "quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(quantized))
-    with pytest.raises(UserError, match=f'model_type: "{model_type}" {problem}, and its weights are quantized; '):
+    with pytest.raises(
+        UserError, match=f'model_type: "{model_type}" {problem}, and its weights are quantized; '
+    ):
         config_from_directory(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**quantized, "model_type": "llama"}))
     with pytest.raises(
-        UserError, match=r"^[^:]*config\.json: quantization_config: quantized weights; give whole ones$"
+        UserError,
+        match=r"^[^:]*config\.json: quantization_config: quantized weights; give whole ones$",
     ):
         config_from_directory(tmp_path)
 
@@ -119,4 +176,7 @@ def test_all_reasons_are_given_at_once(model_type: str, problem: str, tmp_path: 
 def test_a_padding_id_below_0_counts_from_the_end_as_in_torch(tmp_path: Path) -> None:
     """As early Llama files have it; transformers hands it to torch's Embedding."""
     write_config(tmp_path, "llama-3.2-1b", pad_token_id=-1)
-    assert config_from_directory(tmp_path).pad_token_id == torch.nn.Embedding(128256, 1, -1).padding_idx
+    assert (
+        config_from_directory(tmp_path).pad_token_id
+        == torch.nn.Embedding(128256, 1, -1).padding_idx
+    )

@@ -20,7 +20,9 @@ from zero_tp.model.position import compute_cos_sin
 from zero_tp.run.config import ConfigError
 
 ROTARY = [name for name, found in ARCHITECTURES.items() if "rope_parameters" in found.fields.read]
-SCALED = [name for name in ROTARY if name != "phi3"]  # whose class refuses all but "default" and "longrope" itself
+SCALED = [
+    name for name in ROTARY if name != "phi3"
+]  # whose class refuses all but "default" and "longrope" itself
 POSITIONS, ORIGINAL = 48, 16
 YARN = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": ORIGINAL}
 PARAMETERS: tuple[dict[str, Any], ...] = (
@@ -48,7 +50,12 @@ PARAMETERS: tuple[dict[str, Any], ...] = (
 
 
 def fields(model_type: str, **given: Any) -> dict[str, Any]:
-    written = {**general_fields(model_type), "max_position_embeddings": POSITIONS, "hidden_size": 128, **given}
+    written = {
+        **general_fields(model_type),
+        "max_position_embeddings": POSITIONS,
+        "hidden_size": 128,
+        **given,
+    }
     if "head_dim" in written:
         written["head_dim"] = 20
     if "rotary_pct" not in given:
@@ -65,7 +72,9 @@ def native_module(config: Any) -> Any:
 
 
 def same_as_native(written: dict[str, Any], seed: int) -> None:
-    """For lengths within and beyond those the model was made for, and for positions that start later."""
+    """For lengths within and beyond those the model was made for, and for positions that start
+    later.
+    """
     config = config_from_block(written)
     rotary = architecture_of(config).spec(config).rotary
     assert rotary is not None
@@ -73,7 +82,12 @@ def same_as_native(written: dict[str, Any], seed: int) -> None:
     own = CONFIG_MAPPING[written["model_type"]](
         **{name: value for name, value in written.items() if name != "model_type"}
     )
-    for first, last in ((0, 9), (0, POSITIONS), (0, draw.randint(POSITIONS + 1, 400)), (draw.randint(50, 90), 100)):
+    for first, last in (
+        (0, 9),
+        (0, POSITIONS),
+        (0, draw.randint(POSITIONS + 1, 400)),
+        (draw.randint(50, 90), 100),
+    ):
         module = native_module(own)  # anew: it remembers lengths
         positions = torch.arange(first, last)[None]
         for dtype in (torch.float32, torch.bfloat16):
@@ -88,7 +102,9 @@ def test_each_type_is_the_native_one(model_type: str, seed: int) -> None:
     assert {one.get("rope_type", one.get("type")) for one in PARAMETERS} == set(ROPE_KEYS)
     for parameters in PARAMETERS:
         if model_type == "phi3" and parameters.get("rope_type") != "default":
-            with pytest.raises(ConfigError, match=r"^zero_tp\.model\.rope_parameters"):  # its class takes no other
+            with pytest.raises(
+                ConfigError, match=r"^zero_tp\.model\.rope_parameters"
+            ):  # its class takes no other
                 config_from_block(fields(model_type, rope_parameters=dict(parameters)))
             continue
         same_as_native(fields(model_type, rope_parameters=dict(parameters)), seed)
@@ -102,9 +118,13 @@ def test_part_of_a_head_turns(seed: int) -> None:
     for share in (0.25, 0.5, 0.3, 0.1, 1.0):  # of 32 features: 8, 16, 9, 3 and 32
         same_as_native(fields("gpt_neox", rotary_pct=share, rotary_emb_base=250), seed)
         for parameters in PARAMETERS:
-            written = fields("gpt_neox", rope_parameters={**parameters, "partial_rotary_factor": share})
+            written = fields(
+                "gpt_neox", rope_parameters={**parameters, "partial_rotary_factor": share}
+            )
             if parameters.get("rope_type") == "yarn" and share == 0.3:
-                with pytest.raises(ConfigError, match='"yarn" has no frequencies with these values'):
+                with pytest.raises(
+                    ConfigError, match='"yarn" has no frequencies with these values'
+                ):
                     config_from_block(written)  # transformers' own formula fails
             else:
                 same_as_native(written, seed)
@@ -119,12 +139,27 @@ def test_part_of_a_head_turns(seed: int) -> None:
             {"rope_scaling": {"type": "su", "factor": 2.0}},
             r'rope_parameters\.rope_type: "su" is not.*one of default, lin',
         ),
-        ({"rope_parameters": {"rope_type": ["linear"]}}, r'rope_type: \["linear"\] is not supported; one of default'),
-        ({"rope_scaling": {"type": {"linear": 2}, "factor": 2.0}}, r'rope_type: \{"linear": 2\} is not supported'),
-        ({"rope_parameters": {"rope_theta": float("inf")}}, r"rope_theta: Infinity is not a positive number"),
-        ({"rope_parameters": {"rope_type": "axial"}}, r'rope_type: "axial" is not supported; one of default, linear'),
+        (
+            {"rope_parameters": {"rope_type": ["linear"]}},
+            r'rope_type: \["linear"\] is not supported; one of default',
+        ),
+        (
+            {"rope_scaling": {"type": {"linear": 2}, "factor": 2.0}},
+            r'rope_type: \{"linear": 2\} is not supported',
+        ),
+        (
+            {"rope_parameters": {"rope_theta": float("inf")}},
+            r"rope_theta: Infinity is not a positive number",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "axial"}},
+            r'rope_type: "axial" is not supported; one of default, linear',
+        ),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, r'factor: "2" is not a positive .*; give one'),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": "2"}},
+            r'factor: "2" is not a positive .*; give one',
+        ),
         (
             {"rope_parameters": {"rope_type": "default", "factor": 2.0}},
             r'\.factor: rope_type "default" does not read it',
@@ -133,9 +168,15 @@ def test_part_of_a_head_turns(seed: int) -> None:
             {"rope_parameters": {"rope_type": "linear", "type": "yarn", "factor": 2.0}},
             r'\.type: "yarn" and rope_type "\w+" disagree',
         ),
-        ({"rope_parameters": {**YARN, "attention_factor": "big"}}, r'\.attention_factor: "big" is not a positive'),
+        (
+            {"rope_parameters": {**YARN, "attention_factor": "big"}},
+            r'\.attention_factor: "big" is not a positive',
+        ),
         ({"rope_parameters": {**YARN, "truncate": 3}}, r"\.truncate: 3 is neither true nor false"),
-        ({"rope_parameters": {**YARN, "rope_theta": 1.0}}, r'"yarn" has no frequencies with these values'),
+        (
+            {"rope_parameters": {**YARN, "rope_theta": 1.0}},
+            r'"yarn" has no frequencies with these values',
+        ),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.5}},
             r"partial_rotary_factor: 1\.5 is",
@@ -145,7 +186,10 @@ def test_part_of_a_head_turns(seed: int) -> None:
             r"rope_theta: 20\.0, but \w+ takes rope_theta 10",
         ),
         (
-            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {
+                "rope_parameters": {"rope_type": "default"},
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+            },
             r'rope_parameters\.rope_type: "default", but \w+ takes rope_type "linear"',
         ),
     ],
@@ -155,15 +199,21 @@ def test_what_is_not_computed_is_named(model_type: str, given: dict[str, Any], w
     with pytest.raises(ConfigError, match=words) as caught:
         config_from_block(fields(model_type, **given))
     line = str(caught.value)
-    assert len(line.splitlines()) == 1 and re.search(r"[^;]; (change|correct|give|keep|leave|one of|remove)", line), (
-        line
-    )
+    assert len(line.splitlines()) == 1 and re.search(
+        r"[^;]; (change|correct|give|keep|leave|one of|remove)", line
+    ), line
 
 
 def test_gpt_neox_reads_its_own_names() -> None:
     """transformers' class passes over the general ones without a word."""
-    with pytest.raises(ConfigError, match=r"rope_theta: 500\.0, but GPTNeoXConfig takes rope_theta 10000"):
+    with pytest.raises(
+        ConfigError, match=r"rope_theta: 500\.0, but GPTNeoXConfig takes rope_theta 10000"
+    ):
         config_from_block(fields("gpt_neox", rope_theta=500.0))
-    with pytest.raises(ConfigError, match=r"partial_rotary_factor: 0\.5, but GPTNeoXConfig takes \w+ 0\.25"):
+    with pytest.raises(
+        ConfigError, match=r"partial_rotary_factor: 0\.5, but GPTNeoXConfig takes \w+ 0\.25"
+    ):
         config_from_block(fields("gpt_neox", partial_rotary_factor=0.5))
-    config_from_block(fields("gpt_neox", partial_rotary_factor=0.25, rope_theta=10000.0))  # as version 4 wrote both
+    config_from_block(
+        fields("gpt_neox", partial_rotary_factor=0.25, rope_theta=10000.0)
+    )  # as version 4 wrote both

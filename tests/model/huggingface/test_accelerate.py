@@ -1,4 +1,6 @@
-"""Hugging Face's own trainers around the model: they know no topology, so a model that is split is refused by name."""
+"""Hugging Face's own trainers around the model: they know no topology, so a model that is split
+is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from tests.support.pools import Pools
 from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
 
-FIELDS: dict[str, Any] = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
+FIELDS: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_embd": 8,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_positions": 16,
+}
 SETTINGS: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
@@ -42,7 +50,8 @@ def prepared(tensor: int, through: str) -> tuple[str, float]:
 
     groups.mpu = None  # DeepSpeed keeps that of an engine before
     model = parallel_model(
-        decoder({**FIELDS, "vocab_size": 31, "bos_token_id": 0, "eos_token_id": 0}, 0), grid(tensor, False)
+        decoder({**FIELDS, "vocab_size": 31, "bos_token_id": 0, "eos_token_id": 0}, 0),
+        grid(tensor, False),
     )
     tokens = torch.arange(12).view(1, 12)
     try:
@@ -56,7 +65,9 @@ def prepared(tensor: int, through: str) -> tuple[str, float]:
         elif through == "ddp":
             engine = torch.nn.parallel.DistributedDataParallel(model)
         elif through == "fsdp":
-            engine = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+            engine = FullyShardedDataParallel(
+                model, device_id=torch.device("cpu"), use_orig_params=True
+            )
         elif through == "fsdp 2":
             engine = sharded(model)
         else:
@@ -91,7 +102,9 @@ CASES = [
 
 @THOROUGH
 @pytest.mark.parametrize(("tensor", "through", "refused"), CASES)
-def test_a_model_that_is_split_needs_its_topology(ranks: Pools, tensor: int, through: str, refused: bool) -> None:
+def test_a_model_that_is_split_needs_its_topology(
+    ranks: Pools, tensor: int, through: str, refused: bool
+) -> None:
     for said, loss in ranks(2).run(prepared, tensor, through):
         assert ("does not know this model's topology" in said) == refused
         assert (loss > 0) == (not refused)
@@ -110,7 +123,9 @@ def losses_under_fsdp(fields: dict[str, Any], version: str) -> list[tuple[float,
     losses = []
     for _ in range(4):
         pair = []
-        for each, optimizer, rows in zip((alone, model), optimizers, (tokens, tokens[first : first + 2]), strict=True):
+        for each, optimizer, rows in zip(
+            (alone, model), optimizers, (tokens, tokens[first : first + 2]), strict=True
+        ):
             loss = each(rows, labels=rows).loss
             loss.backward()
             optimizer.step()
@@ -121,15 +136,26 @@ def losses_under_fsdp(fields: dict[str, Any], version: str) -> list[tuple[float,
     return losses
 
 
-LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+}
 LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("version", ["fsdp", "fsdp 2"])
 @pytest.mark.parametrize("fields", [{**FIELDS, "n_layer": 2}, LLAMA], ids=["gpt2", "llama"])
-def test_fsdp_of_a_whole_model_trains_it(ranks: Pools, fields: dict[str, Any], version: str) -> None:
-    dropout = {} if fields["model_type"] == "llama" else {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+def test_fsdp_of_a_whole_model_trains_it(
+    ranks: Pools, fields: dict[str, Any], version: str
+) -> None:
+    dropout = (
+        {}
+        if fields["model_type"] == "llama"
+        else {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    )
     for losses in ranks(2).run(losses_under_fsdp, fields | dropout, version):
         assert losses[-1][0] < losses[0][0] - 0.1
         for alone, shared in losses:

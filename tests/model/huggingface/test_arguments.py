@@ -1,4 +1,6 @@
-"""Arguments of transformers' methods: what they mean to our models, and what is refused in one line."""
+"""Arguments of transformers' methods: what they mean to our models, and what is refused in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -55,13 +57,21 @@ def test_dtypes_have_names(directory: Path, tmp_path: Path, written: str | None)
     config = json.loads((directory / "config.json").read_text())
     config.pop("torch_dtype", None)
     (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": written}))
-    halves = {name: each.bfloat16() for name, each in load_file(directory / "model.safetensors").items()}
+    halves = {
+        name: each.bfloat16() for name, each in load_file(directory / "model.safetensors").items()
+    }
     save_file(halves, tmp_path / "model.safetensors", {"format": "pt"})
     auto = torch.float32 if written else torch.bfloat16
     for name in ("dtype", "torch_dtype"):
-        for given, expected in (("bfloat16", torch.bfloat16), ("torch.float16", torch.float16), ("auto", auto)):
+        for given, expected in (
+            ("bfloat16", torch.bfloat16),
+            ("torch.float16", torch.float16),
+            ("auto", auto),
+        ):
             assert opened(tmp_path, **{name: given}).dtype == expected, (name, given)
-    assert opened(tmp_path, dtype="float16", torch_dtype="bfloat16").dtype == torch.float16  # as in transformers
+    assert (
+        opened(tmp_path, dtype="float16", torch_dtype="bfloat16").dtype == torch.float16
+    )  # as in transformers
     assert opened(tmp_path).dtype == opened(tmp_path, dtype=None).dtype == torch.float32
     assert ZeroTPForCausalLM(opened(tmp_path).config, dtype="bfloat16").dtype == torch.bfloat16
     assert ZeroTPForCausalLM(opened(tmp_path).config, dtype="auto").dtype == torch.float32
@@ -70,14 +80,23 @@ def test_dtypes_have_names(directory: Path, tmp_path: Path, written: str | None)
 def test_a_name_on_the_hub_has_a_revision_and_a_cache(cache: Path) -> None:
     options: dict[str, Any] = {"cache_dir": cache, "local_files_only": True, "token": None}
     found = {
-        revision: opened("somebody/tiny", revision=revision, **options).get_input_embeddings().weight
+        revision: opened("somebody/tiny", revision=revision, **options)
+        .get_input_embeddings()
+        .weight
         for revision in (None, "main", "v2")
     }
     assert torch.equal(found[None], found["main"]) and torch.equal(found["v2"], found["main"] + 2)
-    assert torch.equal(opened("somebody/tiny@v2", revision="v2", **options).get_input_embeddings().weight, found["v2"])
-    with pytest.raises(UserError, match=r'revision: "main", but somebody/tiny@v2 names its own; leave revision out'):
+    assert torch.equal(
+        opened("somebody/tiny@v2", revision="v2", **options).get_input_embeddings().weight,
+        found["v2"],
+    )
+    with pytest.raises(
+        UserError, match=r'revision: "main", but somebody/tiny@v2 names its own; leave revision out'
+    ):
         opened("somebody/tiny@v2", revision="main", **options)
-    with pytest.raises(UserError, match=r"no directory somebody/tiny@v3, and it could not be fetched"):
+    with pytest.raises(
+        UserError, match=r"no directory somebody/tiny@v3, and it could not be fetched"
+    ):
         opened("somebody/tiny", revision="v3", **options)
 
 
@@ -87,43 +106,77 @@ def test_attention_is_chosen(directory: Path) -> None:
 
 
 FROM_PRETRAINED: list[tuple[dict[str, Any], str]] = [
-    ({"dtype": "int8"}, r'dtype: "int8" is no floating dtype of torch; give one, such as "bfloat16", or "auto"'),
+    (
+        {"dtype": "int8"},
+        r'dtype: "int8" is no floating dtype of torch; give one, such as "bfloat16", or "auto"',
+    ),
     ({"torch_dtype": "half_precision"}, r'dtype: "half_precision" is no floating dtype'),
     ({"dtype": 16}, r"dtype: 16 is no floating dtype"),
-    ({"attn_implementation": "flash_attention_2"}, r'attn_implementation: "flash_attention_2" is not built; give'),
-    ({"revision": "v2"}, r'revision: "v2", but .* is a directory, which has none; leave revision out'),
-    ({"device_map": "auto"}, r"from_pretrained: device_map is not supported: .* give topology and device"),
-    ({"trust_remote_code": True}, r"trust_remote_code is not supported: code that comes with a model is never run"),
+    (
+        {"attn_implementation": "flash_attention_2"},
+        r'attn_implementation: "flash_attention_2" is not built; give',
+    ),
+    (
+        {"revision": "v2"},
+        r'revision: "v2", but .* is a directory, which has none; leave revision out',
+    ),
+    (
+        {"device_map": "auto"},
+        r"from_pretrained: device_map is not supported: .* give topology and device",
+    ),
+    (
+        {"trust_remote_code": True},
+        r"trust_remote_code is not supported: code that comes with a model is never run",
+    ),
     ({"subfolder": "half"}, r"subfolder is not supported: "),
     (
         {"attn_pdrop": 0.5},
-        r"attn_pdrop is not supported: its arguments are directory, topology, allow_pickle, dtype, ",
+        "attn_pdrop is not supported: its arguments are directory, topology, allow_pickle, dtype, ",
     ),
 ]
 GENERATE: list[tuple[dict[str, Any], str]] = [
-    ({"cache_implementation": "paged"}, 'generate: a paged cache .* is not built; leave it out, or use "static"'),
-    ({"cache_implementation": "offloaded"}, "offloaded.* needs an accelerator; leave it out on a CPU"),
+    (
+        {"cache_implementation": "paged"},
+        'generate: a paged cache .* is not built; leave it out, or use "static"',
+    ),
+    (
+        {"cache_implementation": "offloaded"},
+        "offloaded.* needs an accelerator; leave it out on a CPU",
+    ),
     (
         {"generation_config": GenerationConfig(cache_implementation="offloaded_static")},
         "offloaded_static.* needs an accelerator",
     ),
-    ({"assistant_early_exit": 1}, "generate: assistant_early_exit is not built: a forward runs all layers; give an"),
+    (
+        {"assistant_early_exit": 1},
+        "generate: assistant_early_exit is not built: a forward runs all layers; give an",
+    ),
     (
         {"generation_config": GenerationConfig(assistant_early_exit=1)},
         "generate: assistant_early_exit is not built",
     ),
-    ({"output_attentions": True, "return_dict_in_generate": True}, "forward: output_attentions is not supported"),
+    (
+        {"output_attentions": True, "return_dict_in_generate": True},
+        "forward: output_attentions is not supported",
+    ),
 ]
-TIMES: list[dict[str, Any]] = [{"max_time": 9.0}, {"generation_config": GenerationConfig(max_time=9.0)}]
+TIMES: list[dict[str, Any]] = [
+    {"max_time": 9.0},
+    {"generation_config": GenerationConfig(max_time=9.0)},
+]
 
 
 @pytest.mark.parametrize(
     ("options", "message", "generates"),
     [*((*case, False) for case in FROM_PRETRAINED), *((*case, True) for case in GENERATE)],
 )
-def test_unsupported_arguments_are_refused(directory: Path, options: Any, message: str, generates: bool) -> None:
+def test_unsupported_arguments_are_refused(
+    directory: Path, options: Any, message: str, generates: bool
+) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        opened(directory).generate(TOKENS, max_new_tokens=2, **options) if generates else opened(directory, **options)
+        opened(directory).generate(TOKENS, max_new_tokens=2, **options) if generates else opened(
+            directory, **options
+        )
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
@@ -132,7 +185,9 @@ def test_a_time_limit_needs_a_whole_model(directory: Path, options: Any) -> None
     """Each rank would stop by its own clock, and the others would wait for it."""
     assert opened(directory).generate(TOKENS, max_length=5, **options).shape == (2, 5)
     split = ZeroTPForCausalLM.from_pretrained(directory, Topology(2, True, world=2, rank=0))
-    with pytest.raises(UserError, match=r"^generate: max_time would end each rank at another token; use max_new"):
+    with pytest.raises(
+        UserError, match=r"^generate: max_time would end each rank at another token; use max_new"
+    ):
         split.generate(TOKENS, **options)
 
 
@@ -140,7 +195,10 @@ def test_a_time_limit_needs_a_whole_model(directory: Path, options: Any) -> None
 def test_a_cache_has_both_of_its_names(directory: Path) -> None:
     """transformers 5.24 calls it `cache` and accepts `past_key_values`."""
     logits = []
-    for model in (transformers.AutoModelForCausalLM.from_pretrained(directory).eval(), opened(directory).eval()):
+    for model in (
+        transformers.AutoModelForCausalLM.from_pretrained(directory).eval(),
+        opened(directory).eval(),
+    ):
         for name in ("cache", "past_key_values"):
             with torch.no_grad():
                 first = model(TOKENS[:, :2], use_cache=True)
@@ -158,14 +216,30 @@ def test_arguments_that_change_nothing_are_accepted(directory: Path) -> None:
     assert torch.equal(output.logits, model(TOKENS).logits)
 
 
-ON = {"inputs_embeds": torch.ones(1), "output_hidden_states": True, "output_attentions": True, "seq_idx": TOKENS}
+ON = {
+    "inputs_embeds": torch.ones(1),
+    "output_hidden_states": True,
+    "output_attentions": True,
+    "seq_idx": TOKENS,
+}
 
 
 @pytest.mark.parametrize("name", [*ON, "head_mask"])
 @pytest.mark.parametrize("kind", ["causal", "masked"])
-def test_unsupported_arguments_of_a_forward_are_refused(directory: Path, kind: str, name: str) -> None:
-    fields = {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
-    model = opened(directory) if kind == "causal" else parallel_model(encoder(fields, 0), Topology(world=1))
+def test_unsupported_arguments_of_a_forward_are_refused(
+    directory: Path, kind: str, name: str
+) -> None:
+    fields = {
+        "model_type": "bert",
+        "num_hidden_layers": 1,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+    }
+    model = (
+        opened(directory)
+        if kind == "causal"
+        else parallel_model(encoder(fields, 0), Topology(world=1))
+    )
     with pytest.raises(UserError, match=rf"^\w+\.forward: {name} is not supported: ") as caught:
         model(TOKENS, **{name: ON.get(name, TOKENS)})
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
@@ -174,7 +248,9 @@ def test_unsupported_arguments_of_a_forward_are_refused(directory: Path, kind: s
 
 
 def test_adapters_of_peft_need_a_whole_model(directory: Path) -> None:
-    """PEFT sets `peft_config` on the model that it has changed, and takes it away when it has unloaded."""
+    """PEFT sets `peft_config` on the model that it has changed, and takes it away when it has
+    unloaded.
+    """
     whole = opened(directory)
     assert not hasattr(whole, "peft_config")
     whole.peft_config = {"default": "lora"}
@@ -182,15 +258,25 @@ def test_adapters_of_peft_need_a_whole_model(directory: Path) -> None:
     del whole.peft_config
     assert not hasattr(whole, "peft_config")
     split = ZeroTPForCausalLM.from_pretrained(directory, Topology(2, True, world=2, rank=0))
-    with pytest.raises(UserError, match="PEFT on a model of tensor parallel size 2: an adapter would take a rank's"):
+    with pytest.raises(
+        UserError, match="PEFT on a model of tensor parallel size 2: an adapter would take a rank's"
+    ):
         split.peft_config = {"default": "lora"}
-    native = encoder({"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}, 0)
+    native = encoder(
+        {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2},
+        0,
+    )
     native.peft_config = {"default": "lora"}
     with pytest.raises(UserError, match="PEFT: the model has adapters"):
         live_model(native, Topology(world=1))
 
 
-SIZES: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8}
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+}
 SIZES |= {"vocab_size": 10, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -205,7 +291,8 @@ def test_live_models_with_other_heads_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tied"), [("LlamaForCausalLM", False), ("LlamaForCausalLM", True), ("BertForPreTraining", True)]
+    ("name", "tied"),
+    [("LlamaForCausalLM", False), ("LlamaForCausalLM", True), ("BertForPreTraining", True)],
 )
 def test_weights_added_to_a_live_model_are_refused(name: str, tied: bool) -> None:
     native_class = getattr(transformers, name)
@@ -213,13 +300,17 @@ def test_weights_added_to_a_live_model_are_refused(name: str, tied: bool) -> Non
     live_model(native, Topology(world=1))
     native.base_model.adapter = torch.nn.Linear(8, 8, bias=False)
     with pytest.raises(
-        UserError, match=rf"^model: \w+\.adapter: a Linear that a {name} of its config lacks, and would"
+        UserError,
+        match=rf"^model: \w+\.adapter: a Linear that a {name} of its config lacks, and would",
     ):
         live_model(native, Topology(world=1))
 
 
 def test_the_class_of_a_live_encoder_decides_about_its_sentence_head() -> None:
-    for name, other in (("BertForPreTraining", "BertForMaskedLM"), ("BertForMaskedLM", "BertForPreTraining")):
+    for name, other in (
+        ("BertForPreTraining", "BertForMaskedLM"),
+        ("BertForMaskedLM", "BertForPreTraining"),
+    ):
         for architectures in (None, [other]):
             native = getattr(transformers, name)(BertConfig(**SIZES))
             native.config.architectures = architectures
@@ -241,9 +332,17 @@ def test_a_negative_padding_id_counts_from_the_end_of_the_vocabulary() -> None:
 def test_frozen_weights_stay_frozen() -> None:
     native = LlamaForCausalLM(LlamaConfig(**SIZES))
     attention = native.model.layers[0].self_attn
-    for module in (native.model.embed_tokens, native.model.norm, attention.q_proj, attention.k_proj):
+    for module in (
+        native.model.embed_tokens,
+        native.model.norm,
+        attention.q_proj,
+        attention.k_proj,
+    ):
         module.requires_grad_(False)
-    with pytest.raises(UserError, match=r"q_proj.weight, .*v_proj.weight are one weight here, of which a part is froz"):
+    with pytest.raises(
+        UserError,
+        match=r"q_proj.weight, .*v_proj.weight are one weight here, of which a part is froz",
+    ):
         live_model(native, Topology(world=1))
     attention.v_proj.requires_grad_(False)
     model, tokens = live_model(native, Topology(world=1)), torch.tensor([[9, 1, 9, 2]])
@@ -255,7 +354,9 @@ def test_frozen_weights_stay_frozen() -> None:
         "transformer.final_norm.weight",
         "transformer.layers.0.attention.qkv.weight",
     }
-    expected = {name: each.grad for name, each in native.named_parameters() if each.grad is not None}
+    expected = {
+        name: each.grad for name, each in native.named_parameters() if each.grad is not None
+    }
     found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     for weight in weights_of(native.config):
         if weight.our_name in found:
@@ -264,4 +365,6 @@ def test_frozen_weights_stay_frozen() -> None:
 
 def test_a_model_is_saved_in_a_dtype_by_name(directory: Path, tmp_path: Path) -> None:
     opened(directory).save_pretrained(tmp_path, dtype="bfloat16")
-    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {
+        torch.bfloat16
+    }

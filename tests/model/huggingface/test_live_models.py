@@ -1,4 +1,6 @@
-"""Models whose modules or config were changed after they were built: they train the same, or are refused by name."""
+"""Models whose modules or config were changed after they were built: they train the same, or are
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ from zero_tp.parallel.topology import Topology
 from zero_tp.tools.trainer import ZeroTPTrainer
 
 ONE_PROCESS = Topology(world=1)
-SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 SIZES |= {"vocab_size": 31, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 0}
 TOKENS = torch.arange(32).view(2, 16) % 31
 
@@ -38,7 +45,9 @@ def llama(**fields: Any) -> Any:
 
 
 def check_adopted(live: LiveModel, topology: Topology, batch: dict[str, Tensor]) -> None:
-    """The parallel model has the live one's loss and every gradient. Collective over the TP group."""
+    """The parallel model has the live one's loss and every gradient. Collective over the TP
+    group.
+    """
     model = parallel_model(live.model, topology)
     live.model.zero_grad(set_to_none=True)
     expected = live.model(**batch).loss
@@ -53,7 +62,9 @@ def check_adopted(live: LiveModel, topology: Topology, batch: dict[str, Tensor])
         name: torch.zeros_like(weight) if (grad := theirs[name]) is None else grad
         for name, weight in live.model.named_parameters()
     }
-    reference = {name: tensor for name, tensor in to_ours(model.config, whole).items() if name in trained}
+    reference = {
+        name: tensor for name, tensor in to_ours(model.config, whole).items() if name in trained
+    }
     for weight in model.parameters():
         if not weight.requires_grad:
             assert weight.grad is None
@@ -63,12 +74,16 @@ def check_adopted(live: LiveModel, topology: Topology, batch: dict[str, Tensor])
 
 
 def check_live_model(seed: int) -> str:
-    """Change a drawn model; it is adopted on one rank and on 2, or refused by name. Return the change's name."""
+    """Change a drawn model; it is adopted on one rank and on 2, or refused by name. Return the
+    change's name.
+    """
     generator = random.Random(seed)
     adopts = generator.random() < 0.5
     live = LiveModel(seed)
     topologies = Topology(world=1), grid(2, generator.random() < 0.5)
-    for change in generator.sample(ADOPTED if adopts else REFUSED, len(ADOPTED if adopts else REFUSED)):
+    for change in generator.sample(
+        ADOPTED if adopts else REFUSED, len(ADOPTED if adopts else REFUSED)
+    ):
         try:
             words = change(live)
         except Inapplicable:
@@ -85,7 +100,9 @@ def check_live_model(seed: int) -> str:
                     f"{change.__name__}: {error}"
                 )
             else:
-                raise AssertionError(f"{change.__name__} of a {live.fields['model_type']} is accepted")
+                raise AssertionError(
+                    f"{change.__name__} of a {live.fields['model_type']} is accepted"
+                )
         return change.__name__
     raise AssertionError("no change applies")
 
@@ -117,30 +134,39 @@ def test_a_class_whose_forward_was_replaced_is_refused(monkeypatch: pytest.Monke
     native = llama()
     monkeypatch.setattr(type(native.model.norm), "forward", lambda self, rows: rows)
     with pytest.raises(
-        UserError, match=r"^model: model\.\S*norm: the forward of LlamaRMSNorm is tests\.\S+'s, and wou"
+        UserError,
+        match=r"^model: model\.\S*norm: the forward of LlamaRMSNorm is tests\.\S+'s, and wou",
     ):
         parallel_model(native, ONE_PROCESS)
 
 
 def test_a_trainer_refuses_a_changed_model(tmp_path: Path) -> None:
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", save_strategy="no")
+    args = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", save_strategy="no"
+    )
     native = llama()
     native.model.norm.variance_epsilon = 0.1
     with pytest.raises(
-        UserError, match=r"model: model\.norm: variance_epsilon is 0\.1; its config gives 1e-06; give a"
+        UserError,
+        match=r"model: model\.norm: variance_epsilon is 0\.1; its config gives 1e-06; give a",
     ):
         ZeroTPTrainer(native, args)
     ours = parallel_model(llama(), ONE_PROCESS)
     ours.config.rms_norm_eps = 0.1
-    with pytest.raises(UserError, match=r"config: rms_norm_eps changed from 1e-06 to 0\.1 after the model was built"):
+    with pytest.raises(
+        UserError,
+        match=r"config: rms_norm_eps changed from 1e-06 to 0\.1 after the model was built",
+    ):
         ZeroTPTrainer(ours, args)
 
 
-# ---- our own model -----------------------------------------------------------------------------------------------
+# ---- our own model -------------------------------------------------------------------------------
 
 CHANGES: dict[str, Callable[[Any], object]] = {
     "pad_token_id": lambda config: setattr(config, "pad_token_id", 5),
-    "tie_word_embeddings": lambda config: setattr(config, "tie_word_embeddings", not config.tie_word_embeddings),
+    "tie_word_embeddings": lambda config: setattr(
+        config, "tie_word_embeddings", not config.tie_word_embeddings
+    ),
     "attention_dropout": lambda config: setattr(config, "attention_dropout", 0.5),
 }
 
@@ -163,13 +189,16 @@ def test_a_config_that_changes_later_has_the_effect_that_it_has_in_transformers(
     described.tie_word_embeddings = tied
     check_close(whole_gradients(ours), to_ours(described, gradients(native)))
     opened = LlamaForCausalLM.from_pretrained(tmp_path)
-    torch.testing.assert_close(opened(TOKENS).logits, ours.eval()(TOKENS, return_logits=True).logits)
+    torch.testing.assert_close(
+        opened(TOKENS).logits, ours.eval()(TOKENS, return_logits=True).logits
+    )
     ours.save_pretrained(tmp_path / "weights", state_dict=ours.state_dict(), is_main_process=True)
     again = LlamaForCausalLM.from_pretrained(tmp_path / "weights")
     torch.testing.assert_close(again(TOKENS).logits, opened(TOKENS).logits)
     if change == "tie_word_embeddings":
         with pytest.raises(
-            UserError, match=r"^resize_token_embeddings: the embeddings are (not )?tied, and the config's"
+            UserError,
+            match=r"^resize_token_embeddings: the embeddings are (not )?tied, and the config's",
         ):
             ours.resize_token_embeddings(40)
 
@@ -199,7 +228,8 @@ def test_a_config_that_describes_another_model_is_refused(
     before = getattr(model.config, name, None)
     setattr(model.config, name, value)
     message = (
-        rf"^config: {name} changed from .* after the model was built, and its layers keep the old value; change it"
+        rf"^config: {name} changed from .* after the model was built, "
+        "and its layers keep the old value; change it"
     )
     for use in (
         lambda: model(TOKENS),
@@ -218,13 +248,16 @@ def test_another_attention_needs_another_model() -> None:
     model = parallel_model(llama(), ONE_PROCESS)
     model.set_attn_implementation("eager")
     with pytest.raises(
-        UserError, match=r"^config: eager attention changed from false to true after the model was built"
+        UserError,
+        match=r"^config: eager attention changed from false to true after the model was built",
     ):
         model(TOKENS)
 
 
 def test_a_resize_keeps_the_padding_row() -> None:
-    """-1 is the last token of the vocabulary with which the model was built, in transformers too."""
+    """-1 is the last token of the vocabulary with which the model was built, in transformers
+    too.
+    """
     native = llama(pad_token_id=-1)
     ours: Any = parallel_model(native, ONE_PROCESS)
     tokens = TOKENS.clone()
@@ -240,11 +273,13 @@ def test_a_resize_keeps_the_padding_row() -> None:
         assert gradient_of(model.get_input_embeddings().weight)[10].any()
 
 
-# ---- copies and assigned weights ---------------------------------------------------------------------------------
+# ---- copies and assigned weights -----------------------------------------------------------------
 
 
 def copied_and_trained(recompute: str) -> None:
-    """A copy, also of a copy, has the gradients of transformers' model, and shares nothing with the first."""
+    """A copy, also of a copy, has the gradients of transformers' model, and shares nothing with
+    the first.
+    """
     native = llama(tie_word_embeddings=True, num_key_value_heads=1)
     native(TOKENS, labels=TOKENS).loss.backward()
     first: Any = parallel_model(native, grid(2, True))
@@ -272,13 +307,22 @@ def test_parameters_are_not_replaced() -> None:
     """Tensors that take a parameter's place would have no layout and no gradient hook."""
     model: Any = parallel_model(llama(), ONE_PROCESS)
     for names in (model.state_dict(), llama().state_dict()):
-        with pytest.raises(UserError, match=r"^load_state_dict: assign=True would replace parameters .*; leave it out"):
+        with pytest.raises(
+            UserError,
+            match=r"^load_state_dict: assign=True would replace parameters .*; leave it out",
+        ):
             model.load_state_dict(names, assign=True)
-    with pytest.raises(UserError, match=r'^to_empty: it would replace .*; build the model with device="cpu"'):
+    with pytest.raises(
+        UserError, match=r'^to_empty: it would replace .*; build the model with device="cpu"'
+    ):
         ZeroTPForCausalLM(model.config, ONE_PROCESS, device="meta").to_empty(device="cpu")
     model.head.weight = nn.Parameter(model.head.weight.detach())
-    for use in (lambda: model.save_pretrained("nowhere"), lambda: model.resize_token_embeddings(40)):
+    for use in (
+        lambda: model.save_pretrained("nowhere"),
+        lambda: model.resize_token_embeddings(40),
+    ):
         with pytest.raises(
-            UserError, match=r"head\.weight has no layout, .*; change values of a parameter in place, or"
+            UserError,
+            match=r"head\.weight has no layout, .*; change values of a parameter in place, or",
         ):
             use()

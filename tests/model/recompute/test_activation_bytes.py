@@ -1,4 +1,6 @@
-"""What one layer keeps for backward on each rank, against arXiv 2205.05198's byte counts and ours for sdpa."""
+"""What one layer keeps for backward on each rank, against arXiv 2205.05198's byte counts and
+ours for sdpa.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,20 @@ from zero_tp.model.context import ForwardInputs
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.parallel.topology import Topology
-from zero_tp.tools.planning.formulas import Layer, eager_core, saved, saved_full, saved_selective, sdpa_fused_core
+from zero_tp.tools.planning.formulas import (
+    Layer,
+    eager_core,
+    saved,
+    saved_full,
+    saved_selective,
+    sdpa_fused_core,
+)
 from zero_tp.tools.planning.tracking import Allocation
 
 SHAPES = 2  # drawn for each test
 GRIDS = [(1, False), (2, False), (2, True), (4, False), (4, True)]
-# zero_tp.attention, dropout on the softmax (with it torch takes its maths path on the CPU), what the core keeps.
+# zero_tp.attention, dropout on the softmax (with it torch takes its maths path on the CPU), what
+# the core keeps.
 CORES: dict[str, tuple[str, float, Callable[[Layer], float]]] = {
     "eager": ("eager", 0.1, eager_core),
     "fused": ("sdpa", 0.0, sdpa_fused_core),
@@ -49,7 +59,10 @@ def drawn(seed: int) -> list[Layer]:
     draw = random.Random(seed)
     return [
         Layer(
-            s=draw.choice((256, 320, 384)), b=draw.choice((2, 3)), h=draw.choice((256, 384, 512)), a=draw.choice((4, 8))
+            s=draw.choice((256, 320, 384)),
+            b=draw.choice((2, 3)),
+            h=draw.choice((256, 384, 512)),
+            a=draw.choice((4, 8)),
         )
         for _ in range(SHAPES)
     ]
@@ -57,7 +70,13 @@ def drawn(seed: int) -> list[Layer]:
 
 def model_of(layer: Layer, core: str, topology: Topology) -> ZeroTPForCausalLM:
     attention, dropout, _ = CORES[core]
-    sizes = {"n_layer": 1, "n_embd": layer.h, "n_head": layer.a, "n_positions": layer.s, "vocab_size": 8}
+    sizes = {
+        "n_layer": 1,
+        "n_embd": layer.h,
+        "n_head": layer.a,
+        "n_positions": layer.s,
+        "vocab_size": 8,
+    }
     config = gpt2_config(0.1, attn_pdrop=dropout, **sizes)
     config._attn_implementation = attention
     return ZeroTPForCausalLM(config, topology, dtype=torch.bfloat16).train()
@@ -74,12 +93,20 @@ def rows(layer: Layer, core: str) -> dict[str, tuple[dict[str, Any], dict[str, A
         policy = {"mode": "selective", "modules": modules}
         found[f"selective {modules}"] = (policy, {}, saved_selective(layer, keeps, modules))
     if layer.t > 1 and not layer.sequence:
-        found["full, P_a"] = (FULL, {"partition_activations": True}, saved_full(layer, partitioned=True))
+        found["full, P_a"] = (
+            FULL,
+            {"partition_activations": True},
+            saved_full(layer, partitioned=True),
+        )
     return found
 
 
-def saved_by_autograd(function: Callable[[Tensor], Tensor], stream: Tensor, weights: set[int]) -> int:
-    """Bytes of the storages that autograd packs, without weights: another count, valid without recomputation."""
+def saved_by_autograd(
+    function: Callable[[Tensor], Tensor], stream: Tensor, weights: set[int]
+) -> int:
+    """Bytes of the storages that autograd packs, without weights: another count, valid without
+    recomputation.
+    """
     packed: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -93,13 +120,17 @@ def saved_by_autograd(function: Callable[[Tensor], Tensor], stream: Tensor, weig
 
 
 def counted_by_autograd(model: ZeroTPForCausalLM, layer: Layer) -> int:
-    stream = torch.randn(int(layer.residual) // layer.b // layer.h, layer.b, layer.h, dtype=torch.bfloat16)
+    stream = torch.randn(
+        int(layer.residual) // layer.b // layer.h, layer.b, layer.h, dtype=torch.bfloat16
+    )
     context = model.transformer.context(layer.s, stream, ForwardInputs(), sequence=layer.sequence)
     weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     return saved_by_autograd(partial(model.transformer.layers[0], context=context), stream, weights)
 
 
-def measure(shapes: list[Layer], tensor: int, sequence: bool) -> list[tuple[str, float, list[Allocation]]]:
+def measure(
+    shapes: list[Layer], tensor: int, sequence: bool
+) -> list[tuple[str, float, list[Allocation]]]:
     """On every rank: each row's name, the formula's bytes, and what is kept."""
     topology = grid(tensor, sequence) if tensor > 1 else Topology(world=1)
     found = []
@@ -109,22 +140,35 @@ def measure(shapes: list[Layer], tensor: int, sequence: bool) -> list[tuple[str,
             for name, (policy, settings, expected) in rows(layer, core).items():
                 model = model_of(layer, core, topology)
                 ActivationMemory(
-                    model, RecomputePolicy(**policy), ActivationCheckpointing(**settings), torch.device("cpu")
+                    model,
+                    RecomputePolicy(**policy),
+                    ActivationCheckpointing(**settings),
+                    torch.device("cpu"),
                 )
                 storages = kept_by_layer(model, 0, layer.s, layer.b)
                 if name == "none":
-                    assert counted_by_autograd(model, layer) == sum(storage.bytes for storage in storages)
+                    assert counted_by_autograd(model, layer) == sum(
+                        storage.bytes for storage in storages
+                    )
                 found.append((f"{core}, {name}, {layer}", expected, storages))
     return found
 
 
 @THOROUGH
 @pytest.mark.parametrize(("tensor", "sequence"), in_tiers(GRIDS, [(2, True)]))
-def test_a_layer_keeps_what_the_formulas_say(ranks: Pools, seed: int, tensor: int, sequence: bool) -> None:
+def test_a_layer_keeps_what_the_formulas_say(
+    ranks: Pools, seed: int, tensor: int, sequence: bool
+) -> None:
     shapes = drawn(seed)
-    everyone = ranks(tensor).run(measure, shapes, tensor, sequence) if tensor > 1 else [measure(shapes, 1, False)]
+    everyone = (
+        ranks(tensor).run(measure, shapes, tensor, sequence)
+        if tensor > 1
+        else [measure(shapes, 1, False)]
+    )
     for found in everyone:
         for name, expected, storages in found:
             bytes_kept = sum(storage.bytes for storage in storages)
             listing = "\n".join(map(str, storages))
-            assert bytes_kept == pytest.approx(expected, rel=0.02), f"{name}: {bytes_kept / expected:.4f}\n{listing}"
+            assert bytes_kept == pytest.approx(expected, rel=0.02), (
+                f"{name}: {bytes_kept / expected:.4f}\n{listing}"
+            )

@@ -1,4 +1,6 @@
-"""Recomputation changes no bit: losses, gradient norms and weights equal those of a run that keeps everything."""
+"""Recomputation changes no bit: losses, gradient norms and weights equal those of a run that
+keeps everything.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ POLICIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"mode": "full", "layers": 1, "keep_micro_batches": 1},
         CONTIGUOUS,
     ),
-    "full, partitioned, contiguous on the host": ({"mode": "full"}, P_A | CONTIGUOUS | CPU | {"number_checkpoints": 4}),
+    "full, partitioned, contiguous on the host": (
+        {"mode": "full"},
+        P_A | CONTIGUOUS | CPU | {"number_checkpoints": 4},
+    ),
 }
 
 
@@ -58,7 +63,9 @@ def model_of(kind: str, dropout: float) -> PretrainedConfig:
     if kind != "gpt2":
         places = ("hidden_dropout_prob", "attention_probs_dropout_prob")
         fields = bert_fields(model_type=kind, num_hidden_layers=3, **dict.fromkeys(places, dropout))
-        return AutoConfig.for_model(**fields | {"max_position_embeddings": SEQUENCE, "pad_token_id": 0})
+        return AutoConfig.for_model(
+            **fields | {"max_position_embeddings": SEQUENCE, "pad_token_id": 0}
+        )
     return gpt2_config(dropout, n_layer=3, vocab_size=101, n_positions=SEQUENCE)
 
 
@@ -72,11 +79,18 @@ def batches(config: PretrainedConfig, topology: Topology, seed: int) -> list[Any
         generator = torch.Generator().manual_seed(seed)
         windows = torch.randint(0, config.vocab_size, (BATCH, SEQUENCE + 1), generator=generator)
         return [(window[:, :-1], window[:, 1:]) for window in own(windows)]
-    parts = {name: own(rows) for name, rows in rows_for(vars(config), seed, BATCH, SEQUENCE).items()}
-    return [MaskedBatch({name: part[number] for name, part in parts.items()}) for number in range(ACCUMULATION)]
+    parts = {
+        name: own(rows) for name, rows in rows_for(vars(config), seed, BATCH, SEQUENCE).items()
+    }
+    return [
+        MaskedBatch({name: part[number] for name, part in parts.items()})
+        for number in range(ACCUMULATION)
+    ]
 
 
-def engine_of(config: PretrainedConfig, topology: Topology, seed: int, name: str, stage: int) -> Any:
+def engine_of(
+    config: PretrainedConfig, topology: Topology, seed: int, name: str, stage: int
+) -> Any:
     from zero_tp.engine.engine import TrainingEngine
 
     policy, settings = POLICIES[name]
@@ -85,10 +99,15 @@ def engine_of(config: PretrainedConfig, topology: Topology, seed: int, name: str
         micro_batch=BATCH // topology.data // ACCUMULATION,
         accumulation=ACCUMULATION,
         gradient_clipping=0.5,
-        optimizer={"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+        optimizer={
+            "type": "AdamW",
+            "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True},
+        },
         activation_checkpointing=settings,
     )
-    return TrainingEngine.from_dict(config, topology, deepspeed_config, seed=seed, recompute=RecomputePolicy(**policy))
+    return TrainingEngine.from_dict(
+        config, topology, deepspeed_config, seed=seed, recompute=RecomputePolicy(**policy)
+    )
 
 
 def run(kind: str, seed: int, tensor: int, sequence: bool, stage: int) -> dict[str, Any]:
@@ -105,13 +124,17 @@ def run(kind: str, seed: int, tensor: int, sequence: bool, stage: int) -> dict[s
         for step in range(STEPS):
             losses.append(engine.train_step(batches(config, topology, seed + step)))
             norms.append(engine.gradient_norm)
-        weights: dict[str, Tensor] = {key: tensor.clone() for key, tensor in native_tensors(engine.model)}
+        weights: dict[str, Tensor] = {
+            key: tensor.clone() for key, tensor in native_tensors(engine.model)
+        }
         found[name] = (losses, norms, weights, engine.activations.notes)
     return found
 
 
 def flops_of_a_step(seed: int, tensor: int, sequence: bool) -> dict[str, tuple[float, float]]:
-    """Return each policy's FLOPs of one step by the library, and by torch's counter on this rank."""
+    """Return each policy's FLOPs of one step by the library, and by torch's counter on this
+    rank.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     from zero_tp.model.flops import hardware_flops
@@ -133,8 +156,12 @@ def flops_of_a_step(seed: int, tensor: int, sequence: bool) -> dict[str, tuple[f
 
 
 @THOROUGH
-@pytest.mark.parametrize(("tensor", "sequence"), in_tiers([(1, False), (2, False), (2, True)], [(2, True)]))
-def test_hardware_flops_equal_torchs_count(ranks: Pools, seed: int, tensor: int, sequence: bool) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "sequence"), in_tiers([(1, False), (2, False), (2, True)], [(2, True)])
+)
+def test_hardware_flops_equal_torchs_count(
+    ranks: Pools, seed: int, tensor: int, sequence: bool
+) -> None:
     every = ranks(2).run(flops_of_a_step, seed, tensor, sequence)
     for name in every[0]:
         assert sum(ran[name][1] for ran in every) == every[0][name][0], name
@@ -143,14 +170,18 @@ def test_hardware_flops_equal_torchs_count(ranks: Pools, seed: int, tensor: int,
 @EACH_STAGE
 @THOROUGH
 @pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, False), (2, True)])
-def test_recomputing_changes_no_bit(ranks: Pools, seed: int, tensor: int, sequence: bool, stage: int) -> None:
+def test_recomputing_changes_no_bit(
+    ranks: Pools, seed: int, tensor: int, sequence: bool, stage: int
+) -> None:
     compare(ranks, "gpt2", seed, tensor, sequence, stage)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("kind", ["bert", "megatron-bert"])
-def test_recomputing_an_encoder_changes_no_bit(ranks: Pools, seed: int, kind: str, sequence: bool) -> None:
+def test_recomputing_an_encoder_changes_no_bit(
+    ranks: Pools, seed: int, kind: str, sequence: bool
+) -> None:
     compare(ranks, kind, seed, 2, sequence, 2)
 
 
@@ -160,7 +191,12 @@ def test_frozen_layers_have_no_gradients_to_recompute(name: str) -> None:
         model = ZeroTPForCausalLM(model_of("gpt2", dropout=0.0), grid(1, False), seed=1).train()
         for parameter, values in model.named_parameters():
             values.requires_grad_("layers.2" in parameter or "final" in parameter)
-        ActivationMemory(model, RecomputePolicy(**POLICIES[name][0]), ActivationCheckpointing(), torch.device("cpu"))
+        ActivationMemory(
+            model,
+            RecomputePolicy(**POLICIES[name][0]),
+            ActivationCheckpointing(),
+            torch.device("cpu"),
+        )
         tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE)
         model(tokens, labels=tokens).loss.backward()
         return {name: values.grad for name, values in model.named_parameters()}
@@ -174,8 +210,15 @@ def test_frozen_layers_have_no_gradients_to_recompute(name: str) -> None:
 
 def test_a_policy_for_more_layers_than_there_are_is_refused() -> None:
     model = ZeroTPForCausalLM(model_of("gpt2", dropout=0.0), grid(1, False), device="meta")
-    with pytest.raises(UserError, match=r"^zero_tp\.recompute\.layers: 4, but the model has 3; use a smaller one"):
-        ActivationMemory(model, RecomputePolicy(mode="full", layers=4), ActivationCheckpointing(), torch.device("cpu"))
+    with pytest.raises(
+        UserError, match=r"^zero_tp\.recompute\.layers: 4, but the model has 3; use a smaller one"
+    ):
+        ActivationMemory(
+            model,
+            RecomputePolicy(mode="full", layers=4),
+            ActivationCheckpointing(),
+            torch.device("cpu"),
+        )
 
 
 def test_a_part_that_is_named_twice_is_recomputed_once() -> None:
@@ -191,9 +234,13 @@ def test_a_part_that_is_named_twice_is_recomputed_once() -> None:
 @pytest.mark.parametrize("name", ["attention_core", "all modules", "full, contiguous"])
 def test_a_deep_copy_recomputes_its_own_layers(name: str) -> None:
     tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE)
-    plain, model = (ZeroTPForCausalLM(model_of("gpt2", dropout=0.0), grid(1, False), seed=1) for _ in range(2))
+    plain, model = (
+        ZeroTPForCausalLM(model_of("gpt2", dropout=0.0), grid(1, False), seed=1) for _ in range(2)
+    )
     policy, settings = POLICIES[name]
-    ActivationMemory(model, RecomputePolicy(**policy), ActivationCheckpointing(**settings), torch.device("cpu"))
+    ActivationMemory(
+        model, RecomputePolicy(**policy), ActivationCheckpointing(**settings), torch.device("cpu")
+    )
     copied = copy.deepcopy(model)
     for changed in (plain, copied):
         for parameter in changed.parameters():
@@ -209,7 +256,9 @@ def test_a_forward_that_someone_has_replaced_still_runs() -> None:
     model: Any = ZeroTPForCausalLM(model_of("gpt2", dropout=0.0), grid(1, False), seed=1)
     layer = model.transformer.layers[0]
     layer.forward = replaced = mock.Mock(wraps=layer.forward)
-    ActivationMemory(model, RecomputePolicy(mode="full"), ActivationCheckpointing(), torch.device("cpu"))
+    ActivationMemory(
+        model, RecomputePolicy(mode="full"), ActivationCheckpointing(), torch.device("cpu")
+    )
     model(tokens, labels=tokens).loss.backward()
     assert replaced.call_count == 2  # again in backward
 

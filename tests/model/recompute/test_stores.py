@@ -43,7 +43,7 @@ SCHEDULES = ["late", "early"]
 """When unordered copies run: as late, or as early, as they can."""
 
 
-# ---- a model -------------------------------------------------------------------------------------------------------
+# ---- a model -------------------------------------------------------------------------------------
 
 
 def plain(model: ZeroTPForCausalLM, tokens: Tensor) -> dict[str, Tensor]:
@@ -64,8 +64,12 @@ def compared(
     policy: dict[str, Any],
     micro_batches: int = 2,
 ) -> None:
-    """Each case's losses and gradients equal, bit for bit, those of a run that keeps everything where it is."""
-    tokens = torch.randint(VOCABULARY, (micro_batches, BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    """Each case's losses and gradients equal, bit for bit, those of a run that keeps everything
+    where it is.
+    """
+    tokens = torch.randint(
+        VOCABULARY, (micro_batches, BATCH, LENGTH), generator=torch.Generator().manual_seed(1)
+    )
     config = config_of(model_type, LAYERS, LENGTH, kv_heads=2)
     model = ZeroTPForCausalLM(config, grid(tensor, sequence), seed=1).train()
     expected = run_simulated(model, tokens, "late", {}, {"mode": "none"})
@@ -79,11 +83,19 @@ def compared(
         same_values(found, expected, (settings, copies))
         # Late: forward waits for all copies but two. Early: all have left when it ends.
         out = max(0, leave - 2) if copies == "late" else leave
-        passes = [2 * leave * done + part for done in range(micro_batches) for part in (out, 2 * leave)]
+        passes = [
+            2 * leave * done + part for done in range(micro_batches) for part in (out, 2 * leave)
+        ]
         assert found.moved == [one * (HOST in settings) for one in passes], (settings, copies)
         both = zip(found.alive, in_place.alive, strict=True)
-        more = [(device - plain_device, host - plain_host) for (device, host), (plain_device, plain_host) in both]
-        assert more == expected_bytes(settings, leave, tensor, sequence) * micro_batches, (settings, copies)
+        more = [
+            (device - plain_device, host - plain_host)
+            for (device, host), (plain_device, plain_host) in both
+        ]
+        assert more == expected_bytes(settings, leave, tensor, sequence) * micro_batches, (
+            settings,
+            copies,
+        )
 
 
 def same_values(found: Run, expected: Run, case: object) -> None:
@@ -91,8 +103,12 @@ def same_values(found: Run, expected: Run, case: object) -> None:
         assert torch.equal(found.values[name], values), (case, name)
 
 
-def expected_bytes(settings: dict[str, Any], leave: int, tensor: int, sequence: bool) -> list[tuple[int, int]]:
-    """Bytes more than in place, on the device and on the host, after a forward and after its backward."""
+def expected_bytes(
+    settings: dict[str, Any], leave: int, tensor: int, sequence: bool
+) -> list[tuple[int, int]]:
+    """Bytes more than in place, on the device and on the host, after a forward and after its
+    backward.
+    """
     numel = LENGTH * BATCH * HIDDEN // (tensor if sequence else 1)
     piece = -(-numel // tensor) if P_A in settings and not sequence else numel
     buffer = (settings.get("number_checkpoints") or leave) * piece if BUFFER in settings else 0
@@ -124,13 +140,23 @@ OTHERS: list[dict[str, Any]] = [
     ],
 )
 def test_two_ranks_compute_the_same(
-    own_ranks: Pool, model_type: str, sequence: bool, cases: list[dict[str, Any]], micro_batches: int
+    own_ranks: Pool,
+    model_type: str,
+    sequence: bool,
+    cases: list[dict[str, Any]],
+    micro_batches: int,
 ) -> None:
     own_ranks.run(compared, model_type, 2, sequence, cases, FULL, micro_batches)
 
 
 def test_one_rank_computes_the_same_without_a_buffer_for_every_other_layer() -> None:
-    compared("gpt2", 1, False, [{HOST: True}, ALL | {"number_checkpoints": 4}], {"mode": "full", "every": 2})
+    compared(
+        "gpt2",
+        1,
+        False,
+        [{HOST: True}, ALL | {"number_checkpoints": 4}],
+        {"mode": "full", "every": 2},
+    )
 
 
 @THOROUGH
@@ -154,13 +180,20 @@ def test_one_rank_computes_the_same(policy: dict[str, Any], slots: int | None) -
     compared("gpt2", 1, False, cases, policy)
 
 
-# ---- tensors -------------------------------------------------------------------------------------------------------
+# ---- tensors -------------------------------------------------------------------------------------
 
-SHAPES = [(4, 3, 6), (5, 7), (3, 2), (1,)]  # of which two do not divide by 2; the largest first makes the buffer
+SHAPES = [
+    (4, 3, 6),
+    (5, 7),
+    (3, 2),
+    (1,),
+]  # of which two do not divide by 2; the largest first makes the buffer
 
 
 def round_trips(tensor: int, copies: str) -> int:
-    """Compare shapes and bits of tensors from every store, while other tensors reuse their memory."""
+    """Compare shapes and bits of tensors from every store, while other tensors reuse their
+    memory.
+    """
     same = 0
     group = grid(tensor, False).tensor_group
     on_host = torch.device("cpu")
@@ -204,8 +237,8 @@ def test_stores_return_their_tensors(own_ranks: Pool, copies: str) -> None:
 def test_device_memory_of_the_host_store_is_bounded(copies: str) -> None:
     """However late copies run, and however far the host runs ahead of the device.
 
-    Forward: two tensors that are being copied out, and the next. Backward: one tensor in use, one being copied back,
-    the last result and the next.
+    Forward: two tensors that are being copied out, and the next. Backward: one tensor in use, one
+    being copied back, the last result and the next.
     """
     count, numel = 12, 100
     with computing_accelerator(copies) as computing:
@@ -219,7 +252,9 @@ def test_device_memory_of_the_host_store_is_bounded(copies: str) -> None:
             tensor = store.take(tokens[-1]) + 0
             del tokens[-1]
             if copies == "early":
-                assert computing.moved == 2 * count - max(0, len(tokens) - 1), "one tensor ahead comes back"
+                assert computing.moved == 2 * count - max(0, len(tokens) - 1), (
+                    "one tensor ahead comes back"
+                )
         assert computing.most_reserved <= 4 * 4 * numel
         found = computing.read(tensor)
     assert not found.any()
@@ -240,9 +275,13 @@ def test_a_buffer_without_a_free_slot_refuses() -> None:
     """Two forwards before a backward do this; the second may have longer sequences."""
     buffer = ContiguousBuffer(1)
     handle = buffer.put(torch.ones(4))
-    with pytest.raises(UserError, match=r"^activation_checkpointing\.number_checkpoints: all 1 slots are taken"):
+    with pytest.raises(
+        UserError, match=r"^activation_checkpointing\.number_checkpoints: all 1 slots are taken"
+    ):
         buffer.put(torch.ones(4))
-    with pytest.raises(UserError, match=r"a checkpoint of 5 torch\.float32 elements does not fit the slots of 4"):
+    with pytest.raises(
+        UserError, match=r"a checkpoint of 5 torch\.float32 elements does not fit the slots of 4"
+    ):
         buffer.put(torch.ones(5))
     del handle
     buffer.put(torch.ones(5))
@@ -258,7 +297,9 @@ def test_a_buffer_is_made_once() -> None:
 
 
 def test_a_deep_copy_of_a_store_has_no_streams() -> None:
-    """It could not have the original's: a model with checkpoints on the host may be copied after a step."""
+    """It could not have the original's: a model with checkpoints on the host may be copied after
+    a step.
+    """
     store = HostStore(ContiguousBuffer(2, torch.device("cpu")))
     store._streams = (torch.Stream(device="cpu"), torch.Stream(device="cpu"))
     copied = copy.deepcopy(store)

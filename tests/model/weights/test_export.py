@@ -1,4 +1,6 @@
-"""An export replaces a model at once and nothing else, and takes a tokenizer without the files beside it."""
+"""An export replaces a model at once and nothing else, and takes a tokenizer without the files
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from zero_tp.base.weight_files import INDEX, SINGLE, resolve_tokenizer
 from zero_tp.model.weights.export import write_native
 from zero_tp.parallel.safetensors_files import Entry
 
-TINY = GPT2Config(n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0)
+TINY = GPT2Config(
+    n_layer=1, n_embd=8, n_head=2, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0
+)
 
 
 def export(directory: Path, *, weights: Mapping[str, Tensor] | None = None, **options: Any) -> None:
@@ -54,7 +58,8 @@ def test_an_export_replaces_only_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "directories", "files"), in_tiers([(0o077, 0o700, 0o600), (0o022, 0o755, 0o644)], [(0o077, 0o700, 0o600)])
+    ("mask", "directories", "files"),
+    in_tiers([(0o077, 0o700, 0o600), (0o022, 0o755, 0o644)], [(0o077, 0o700, 0o600)]),
 )
 def test_an_export_follows_the_umask_and_copies_a_tokenizer_alone(
     tmp_path: Path, mask: int, directories: int, files: int
@@ -72,13 +77,22 @@ def test_an_export_follows_the_umask_and_copies_a_tokenizer_alone(
         os.umask(before)
     written = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
     assert written == dict.fromkeys(
-        ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"), files
+        (
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ),
+        files,
     )
     assert (tmp_path / "model").stat().st_mode & 0o777 == directories
     assert (tmp_path / "model" / SINGLE).read_bytes() != b"{}", "its own weights"
 
 
-def test_an_export_takes_the_place_of_a_model_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_takes_the_place_of_a_model_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "model"
     export(target)
     before = {path.name: path.read_bytes() for path in target.iterdir()}
@@ -127,7 +141,9 @@ def test_a_person_s_directories_outlive_an_export_that_was_killed(
         export(target, overwrite=True)
 
 
-def test_an_output_that_was_about_to_be_replaced_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_was_about_to_be_replaced_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, replaced = tmp_path / "model", tmp_path / ".model.replaced"
     export(target)
     before = {path.name: path.read_bytes() for path in target.iterdir()}
@@ -148,7 +164,9 @@ def test_an_output_that_was_about_to_be_replaced_is_put_back(tmp_path: Path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_merge_into_a_mount_point_moves_files_inside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merge_into_a_mount_point_moves_files_inside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "model"
     target.mkdir()
     replace = os.replace
@@ -161,11 +179,19 @@ def test_a_merge_into_a_mount_point_moves_files_inside_it(tmp_path: Path, monkey
     monkeypatch.setattr(os, "replace", within)
     for _ in range(2):
         export(target, merge=True)
-    assert {path.name for path in target.iterdir()} == {"config.json", "generation_config.json", SINGLE}
+    assert {path.name for path in target.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        SINGLE,
+    }
 
 
-def test_two_processes_finish_the_same_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that has renamed its directory has no lock any more; the next one may just have started."""
+def test_two_processes_finish_the_same_replacement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that has renamed its directory has no lock any more; the next one may just have
+    started.
+    """
     target, replaced = tmp_path / "model", tmp_path / ".model.replaced"
     target.mkdir()
     (replaced / "figures").mkdir(parents=True)
@@ -186,7 +212,9 @@ def test_two_processes_finish_the_same_replacement(tmp_path: Path, monkeypatch: 
 def test_weights_beyond_fp16_are_refused(tmp_path: Path) -> None:
     weights = GPT2LMHeadModel(TINY).half().state_dict()
     weights["transformer.wpe.weight"][1, 2] = float("inf")
-    with pytest.raises(UserError, match=r"^tensor transformer\.wpe\.weight has values beyond fp16's range"):
+    with pytest.raises(
+        UserError, match=r"^tensor transformer\.wpe\.weight has values beyond fp16's range"
+    ):
         export(tmp_path / "model", weights=weights)
     assert not any(tmp_path.iterdir())
 
@@ -214,7 +242,9 @@ def test_a_shard_size_without_a_unit_is_in_bytes(tmp_path: Path) -> None:
     shards = []
     for size in ("1KB", "1000"):
         export(tmp_path / size, max_shard_size=size)
-        shards.append({path.name: path.stat().st_size for path in (tmp_path / size).glob("*.safetensors")})
+        shards.append(
+            {path.name: path.stat().st_size for path in (tmp_path / size).glob("*.safetensors")}
+        )
     assert shards[0] == shards[1] and len(shards[0]) > 1
 
 
@@ -251,6 +281,8 @@ def test_the_end_of_an_export_leaves_the_directory_of_another_process(
         written.rename(target)
         partial.mkdir()  # by a process that started after the rename
     assert partial.exists()
-    monkeypatch.setattr(files, "lock", lambda *_: partial.rename(tmp_path / "renamed"))  # before this process locks it
+    monkeypatch.setattr(
+        files, "lock", lambda *_: partial.rename(tmp_path / "renamed")
+    )  # before this process locks it
     with pytest.raises(UserError, match="another process writes it now"), partial_directory(target):
         pytest.fail("the block is not entered")

@@ -44,7 +44,10 @@ def directory(tmp_path: Path) -> Path:
 def change(directory: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
     tensors = load_file(directory / "model.safetensors")
     edit(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        directory / "model.safetensors",
+    )
 
 
 def pickled(directory: Path, tensors: Any) -> None:
@@ -67,7 +70,9 @@ def is_native(model: Any, reference: Any) -> int:
 
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_rank_reads_its_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor: int, tied: bool) -> None:
+def test_a_rank_reads_its_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor: int, tied: bool
+) -> None:
     reference = native(tie_word_embeddings=tied)
     reference.save_pretrained(tmp_path, max_shard_size="20KB")
     config = config_from_directory(tmp_path)
@@ -88,16 +93,24 @@ def test_a_rank_reads_its_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             read.append(piece.numel())
             return piece
 
-    monkeypatch.setattr(source, "tensors", {name: Counted(tensor) for name, tensor in source.tensors.items()})
+    monkeypatch.setattr(
+        source, "tensors", {name: Counted(tensor) for name, tensor in source.tensors.items()}
+    )
     for rank in range(tensor):
         read.clear()
         model = ZeroTPForCausalLM(config, Topology(tensor, world=tensor, rank=rank), source=source)
         for name, parameter in model.named_parameters():
-            assert torch.equal(parameter, layout_of(parameter).shard(whole[name], rank, tensor)), name
-        replicated = sum(p.numel() for p in model.parameters() if not isinstance(layout_of(p), Sharded))
+            assert torch.equal(parameter, layout_of(parameter).shard(whole[name], rank, tensor)), (
+                name
+            )
+        replicated = sum(
+            p.numel() for p in model.parameters() if not isinstance(layout_of(p), Sharded)
+        )
         everything = sum(one.numel() for one in whole.values())
         share = (everything - replicated) / tensor
-        assert sum(read) <= replicated + share + 32 * 8, "its part of what is split, and what every rank has"
+        assert sum(read) <= replicated + share + 32 * 8, (
+            "its part of what is split, and what every rank has"
+        )
 
 
 def with_buffers(tensors: dict[str, Tensor]) -> None:
@@ -113,7 +126,9 @@ def without_prefix(tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("edit", [with_buffers, without_prefix])
-def test_obsolete_buffers_and_bare_decoders_are_read(directory: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
+def test_obsolete_buffers_and_bare_decoders_are_read(
+    directory: Path, edit: Callable[[dict[str, Tensor]], Any]
+) -> None:
     change(directory, edit)
     assert is_native(load(directory), native()) == len(list(native().parameters()))
 
@@ -125,13 +140,34 @@ NORM = "transformer.h.1.ln_2.weight"
     ("edit", "words"),
     [
         (lambda t: t.pop(NORM), rf"no tensor {NORM}; expected shape \(32,\)"),
-        (lambda t: t.update(score=torch.ones(2, 3)), r"unexpected tensor score of shape \(2, 3\); GPT2LMHeadModel"),
-        (lambda t: t.update({"h.9.attn.c_attn.bias": torch.ones(96)}), r"unexpected tensor h\.9\.attn\.c_attn\.bias"),
-        (lambda t: t.update({NORM: torch.ones(33)}), rf"{NORM}: expected shape \(32,\), found \(33,\)"),
-        (lambda t: t.update({NORM: torch.ones(32, dtype=torch.int64)}), rf"{NORM}: expected one of F64.*found I64"),
-        (lambda t: t.update({NORM: torch.ones(32, dtype=torch.int16)}), rf"{NORM}: expected one of F64.*found I16$"),
-        (lambda t: t.update({NORM.removeprefix("transformer."): torch.ones(32)}), rf"are both {NORM}"),
-        (lambda t: t.update({"lm_head.weight": torch.ones(61, 32)}), r"lm_head\.weight differ, but its config ties"),
+        (
+            lambda t: t.update(score=torch.ones(2, 3)),
+            r"unexpected tensor score of shape \(2, 3\); GPT2LMHeadModel",
+        ),
+        (
+            lambda t: t.update({"h.9.attn.c_attn.bias": torch.ones(96)}),
+            r"unexpected tensor h\.9\.attn\.c_attn\.bias",
+        ),
+        (
+            lambda t: t.update({NORM: torch.ones(33)}),
+            rf"{NORM}: expected shape \(32,\), found \(33,\)",
+        ),
+        (
+            lambda t: t.update({NORM: torch.ones(32, dtype=torch.int64)}),
+            rf"{NORM}: expected one of F64.*found I64",
+        ),
+        (
+            lambda t: t.update({NORM: torch.ones(32, dtype=torch.int16)}),
+            rf"{NORM}: expected one of F64.*found I16$",
+        ),
+        (
+            lambda t: t.update({NORM.removeprefix("transformer."): torch.ones(32)}),
+            rf"are both {NORM}",
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": torch.ones(61, 32)}),
+            r"lm_head\.weight differ, but its config ties",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(directory: Path, edit: Any, words: str) -> None:
@@ -182,7 +218,9 @@ def test_a_pickle_runs_no_code(directory: Path, monkeypatch: pytest.MonkeyPatch)
     for content in ({"transformer.wte.weight": Harmful()}, [1]):
         (directory / "model.safetensors").touch()
         pickled(directory, content)
-        with pytest.raises(UserError, match=r"pytorch_model\.bin: (torch's restricted|not a dict of tensors)"):
+        with pytest.raises(
+            UserError, match=r"pytorch_model\.bin: (torch's restricted|not a dict of tensors)"
+        ):
             load(directory, allow_pickle=True)
     (directory / "pytorch_model.bin").write_bytes(pickle.dumps(Harmful()))
     with pytest.raises(UserError, match=r"pytorch_model\.bin: torch's restricted"):
@@ -200,7 +238,9 @@ def test_a_pickle_runs_no_code(directory: Path, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_a_wrong_index_is_one_line(directory: Path, index: str, words: str) -> None:
-    (directory / "model.safetensors").unlink()  # beside an index of other files it would be a second model
+    (
+        directory / "model.safetensors"
+    ).unlink()  # beside an index of other files it would be a second model
     (directory / "model.safetensors.index.json").write_text(index)
     with pytest.raises(UserError, match=words):
         load(directory)
@@ -214,7 +254,9 @@ def test_a_wrong_index_is_one_line(directory: Path, index: str, words: str) -> N
         ({"zero_tp": {}}, r"is a training run; export it with zero-tp convert to-hf"),
     ],
 )
-def test_configs_are_held_to_the_rules(directory: Path, changes: dict[str, Any], words: str) -> None:
+def test_configs_are_held_to_the_rules(
+    directory: Path, changes: dict[str, Any], words: str
+) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UserError, match=words):
@@ -223,7 +265,12 @@ def test_configs_are_held_to_the_rules(directory: Path, changes: dict[str, Any],
 
 def test_what_other_versions_and_heads_wrote_is_no_matter(directory: Path) -> None:
     path = directory / "config.json"
-    others = {"n_ctx": 16, "summary_type": "mean", "task_specific_params": {"a": 1}, "eos_token_id": 50256}
+    others = {
+        "n_ctx": 16,
+        "summary_type": "mean",
+        "task_specific_params": {"a": 1},
+        "eos_token_id": 50256,
+    }
     written = json.loads(path.read_text()) | others | {"torch_dtype": "bfloat16"}
     del written["dtype"]
     path.write_text(json.dumps(written))
@@ -236,7 +283,8 @@ def test_nothing_runs_code_of_a_directory() -> None:
     for folder in ("zero_tp", "launch", "eval", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
             text = path.read_text()
-            # A setting of tokenizer_config.json that `_FORMS` has. It allows no code: the argument of this name does.
+            # A setting of tokenizer_config.json that `_FORMS` has. It allows no code: the argument
+            # of this name does.
             text = text.replace('{"tokenizer_class": GENERIC_CLASS, "trust_remote_code": True}', "")
             assert not re.search(r'trust_remote_code(?!=False\b|": "code that comes)', text), path
             assert not re.search(r"weights_only\s*=\s*False|pickle\.load", text), path
@@ -245,14 +293,29 @@ def test_nothing_runs_code_of_a_directory() -> None:
 MOE_FIELDS: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
 }
 
 
 def drawn(model_type: str, **fields: Any) -> Any:
-    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
-    common = {**sizes, "vocab_size": 31, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
+    common = {
+        **sizes,
+        "vocab_size": 31,
+        "max_position_embeddings": 16,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     config = AutoConfig.for_model(model_type, **common, **fields)
     torch.manual_seed(0)
     return perturbed(native_model(config))
@@ -266,7 +329,9 @@ def is_read_by_both(model: Any, directory: Path) -> None:
     torch.testing.assert_close(type(model).from_pretrained(directory)(tokens)[0], expected)
     ours = our_class(model.config).from_pretrained(directory, Topology(world=1)).eval()
     logits = "logits" if ours.causal else "prediction_logits"
-    torch.testing.assert_close(ours(tokens, return_logits=True)[logits], expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        ours(tokens, return_logits=True)[logits], expected, rtol=1e-4, atol=1e-6
+    )
     for rank in range(2):  # a rank's slices of it
         part = our_class(model.config).from_pretrained(directory, Topology(2, world=2, rank=rank))
         for name, parameter in part.named_parameters():
@@ -289,10 +354,15 @@ def test_a_tied_model_with_one_of_its_names_is_read(tmp_path: Path, model_type: 
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("model_type", in_tiers([*MOE_FIELDS], ["mixtral"]))
 def test_stacked_experts_are_read(tmp_path: Path, model_type: str, bare: bool) -> None:
-    """As a `state_dict` has them; transformers' `save_pretrained` writes one tensor for each expert."""
+    """As a `state_dict` has them; transformers' `save_pretrained` writes one tensor for each
+    expert.
+    """
     sizes = {"num_key_value_heads": 2, "tie_word_embeddings": bare}
     model = drawn(model_type, **sizes, **MOE_FIELDS[model_type])
-    state = {name: each.clone() for name, each in (model.base_model if bare else model).state_dict().items()}
+    state = {
+        name: each.clone()
+        for name, each in (model.base_model if bare else model).state_dict().items()
+    }
     state.pop("lm_head.weight" if bare else "", None)
     file = tmp_path / "model.safetensors"
     save_file(state, file, {"format": "pt"})
@@ -301,8 +371,12 @@ def test_stacked_experts_are_read(tmp_path: Path, model_type: str, bare: bool) -
     save_file({**state, name: state[name][:-1].clone()}, file)
     with pytest.raises(UserError, match=rf"tensor {name}: expected shape \(\d+, 16, \d+\), found"):
         our_class(model.config).from_pretrained(tmp_path, Topology(world=1))
-    expert = "block_sparse_moe.experts.0.w2" if model_type == "mixtral" else "mlp.experts.0.down_proj"
-    single = f"model.{name.removeprefix('model.')}".replace("mlp.experts.down_proj", f"{expert}.weight")
+    expert = (
+        "block_sparse_moe.experts.0.w2" if model_type == "mixtral" else "mlp.experts.0.down_proj"
+    )
+    single = f"model.{name.removeprefix('model.')}".replace(
+        "mlp.experts.down_proj", f"{expert}.weight"
+    )
     save_file({**state, single: state[name][0].clone()}, file)
     with pytest.raises(UserError, match=rf"tensors {name} and {single} are both"):
         our_class(model.config).from_pretrained(tmp_path, Topology(world=1))

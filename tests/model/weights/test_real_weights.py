@@ -1,4 +1,6 @@
-"""SmolLM2-135M on 1, 2 and 3 tensor parallel ranks is transformers' own model: on real text, there and back."""
+"""SmolLM2-135M on 1, 2 and 3 tensor parallel ranks is transformers' own model: on real text,
+there and back.
+"""
 
 from __future__ import annotations
 
@@ -55,11 +57,15 @@ def native_logits(directory: Path, tokens: Tensor, dtype: torch.dtype = torch.fl
     return logits
 
 
-def logits_and_export(directory: Path, tensor: int, tokens: Tensor, dtype: torch.dtype, output: Path) -> list[Tensor]:
+def logits_and_export(
+    directory: Path, tensor: int, tokens: Tensor, dtype: torch.dtype, output: Path
+) -> list[Tensor]:
     """SP off and on; the model with SP is exported in fp32, and one read as bf16 in bf16."""
     found = []
     for sequence in (False, True):
-        model = ZeroTPForCausalLM.from_pretrained(directory, grid(tensor, sequence), dtype=dtype).eval()
+        model = ZeroTPForCausalLM.from_pretrained(
+            directory, grid(tensor, sequence), dtype=dtype
+        ).eval()
         with torch.no_grad():
             found.append(model(tokens).logits)
     model.to(torch.float32)  # fp64 holds its values too
@@ -70,7 +76,11 @@ def logits_and_export(directory: Path, tensor: int, tokens: Tensor, dtype: torch
 
 
 def stored(directory: Path) -> dict[str, Tensor]:
-    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in directory.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 def greatest(found: Tensor, expected: Tensor) -> float:
@@ -88,7 +98,9 @@ def test_one_rank(smollm2: Path, tokens: Tensor) -> None:
 
 @THOROUGH
 @pytest.mark.parametrize("tensor", [pytest.param(2, marks=pytest.mark.heavy), 3])
-def test_more_ranks(ranks: Pools, smollm2: Path, cut: Path, tokens: Tensor, tmp_path: Path, tensor: int) -> None:
+def test_more_ranks(
+    ranks: Pools, smollm2: Path, cut: Path, tokens: Tensor, tmp_path: Path, tensor: int
+) -> None:
     # In fp64: fp32 sums in another order move the model's logits by 1.1e-4, the copy's by 2e-3.
     directory, dtype = (smollm2 if tensor == 3 else cut), torch.float64
     found = ranks(tensor).run(logits_and_export, directory, tensor, tokens, dtype, tmp_path)[0]
@@ -104,16 +116,24 @@ def test_more_ranks(ranks: Pools, smollm2: Path, cut: Path, tokens: Tensor, tmp_
     shutil.rmtree(tmp_path)
 
 
-# ---- perplexity --------------------------------------------------------------------------------------------------
+# ---- perplexity ----------------------------------------------------------------------------------
 
 
-def parallel_perplexity(directory: Path, tensor: int, texts: list[str], length: int, overlap: int) -> float:
+def parallel_perplexity(
+    directory: Path, tensor: int, texts: list[str], length: int, overlap: int
+) -> float:
     """Through the library's function, scored by our model."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     topology = grid(tensor, True)
     model = ZeroTPForCausalLM.from_pretrained(directory, topology).eval()
     eval_model = EvalModel(
-        ParallelScorer(model), model, tokenizer, model.config, positions=length, batch_size=4, topology=topology
+        ParallelScorer(model),
+        model,
+        tokenizer,
+        model.config,
+        positions=length,
+        batch_size=4,
+        topology=topology,
     )
     return float(perplexity(texts, eval_model, overlap=overlap)["perplexity"])
 
@@ -124,7 +144,10 @@ def plain_perplexity(directory: Path, texts: list[str], length: int, overlap: in
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     total = count = 0.0
     for text in texts:
-        ids = [tokenizer.bos_token_id, *tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)]
+        ids = [
+            tokenizer.bos_token_id,
+            *tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True),
+        ]
         done = 1  # ids that are scored, or stand before the text
         for start in range(0, len(ids), overlap):
             if done == len(ids):
@@ -142,27 +165,46 @@ def same_perplexity(
     ranks: Pools, directory: Path, texts: list[str], length: int, overlap: int, folder: Path
 ) -> tuple[float, float, float]:
     """(ours on 3 ranks, transformers' own, the command's)."""
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     found = ranks(3).run(parallel_perplexity, directory, 3, texts, length, overlap)
     assert len(set(found)) == 1
     settings = zero_shot.EvaluationSettings(sequence_length=length, device="cpu", overlap=overlap)
-    report = zero_shot.evaluate(directory, ["perplexity"], {"perplexity": folder / "texts.jsonl"}, settings)
-    return found[0], plain_perplexity(directory, texts, length, overlap), report["tasks"]["perplexity"]["perplexity"]
+    report = zero_shot.evaluate(
+        directory, ["perplexity"], {"perplexity": folder / "texts.jsonl"}, settings
+    )
+    return (
+        found[0],
+        plain_perplexity(directory, texts, length, overlap),
+        report["tasks"]["perplexity"]["perplexity"],
+    )
 
 
 @pytest.mark.parametrize(
     ("count", "characters", "length", "overlap"),
-    [pytest.param(3, 700, 96, 64, marks=THOROUGH), pytest.param(8, 3000, 512, 256, marks=pytest.mark.heavy)],
+    [
+        pytest.param(3, 700, 96, 64, marks=THOROUGH),
+        pytest.param(8, 3000, 512, 256, marks=pytest.mark.heavy),
+    ],
 )
 def test_perplexity(
-    ranks: Pools, smollm2: Path, tmp_path: Path, count: int, characters: int, length: int, overlap: int
+    ranks: Pools,
+    smollm2: Path,
+    tmp_path: Path,
+    count: int,
+    characters: int,
+    length: int,
+    overlap: int,
 ) -> None:
-    ours, plain, command = same_perplexity(ranks, smollm2, speeches(count, characters), length, overlap, tmp_path)
+    ours, plain, command = same_perplexity(
+        ranks, smollm2, speeches(count, characters), length, overlap, tmp_path
+    )
     assert 5 < plain < 100
     assert ours == pytest.approx(plain, rel=1e-4) and command == pytest.approx(plain, rel=1e-4)
 
 
-# ---- training ----------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 STEP: dict[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.0}
 
@@ -197,7 +239,9 @@ def test_training_goes_on(ranks: Pools, smollm2: Path, tokens: Tensor, tmp_path:
     optimizer = torch.optim.AdamW(model.parameters(), **{**STEP, "betas": tuple(STEP["betas"])})
     expected = []
     for _ in range(3):
-        loss = model(inputs[:, :-1], labels=inputs[:, :-1], shift_labels=inputs[:, 1:].contiguous()).loss
+        loss = model(
+            inputs[:, :-1], labels=inputs[:, :-1], shift_labels=inputs[:, 1:].contiguous()
+        ).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

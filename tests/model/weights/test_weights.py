@@ -19,12 +19,16 @@ from zero_tp.model.huggingface import ZeroTPForCausalLM
 
 
 def save(world: int, directory: Path, changes: dict[str, Any]) -> None:
-    parallel_model(reference_model(**changes), grid(world, True)).save_pretrained(directory, max_shard_size="10KB")
+    parallel_model(reference_model(**changes), grid(world, True)).save_pretrained(
+        directory, max_shard_size="10KB"
+    )
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}])
-def test_saved_models_open_in_transformers(ranks: Pools, tmp_path: Path, world: int, changes: dict[str, Any]) -> None:
+def test_saved_models_open_in_transformers(
+    ranks: Pools, tmp_path: Path, world: int, changes: dict[str, Any]
+) -> None:
     ranks(world).run(save, world, tmp_path / "model", changes)
     both: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     opened, info = both
@@ -113,5 +117,7 @@ def test_directories_without_a_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no model\.safetensors nor"):
         ZeroTPForCausalLM.from_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"{}")
-    with pytest.raises(UserError, match=r"model\.safetensors: its weights can't be read: not a safetensors file"):
+    with pytest.raises(
+        UserError, match=r"model\.safetensors: its weights can't be read: not a safetensors file"
+    ):
         ZeroTPForCausalLM.from_pretrained(tmp_path)

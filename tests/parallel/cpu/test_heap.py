@@ -41,12 +41,17 @@ KEPT: list[tuple[str, str, dict[str, str], bool, bool]] = [
 def test_freed_memory_is_kept_unless_the_environment_tunes_malloc(
     word: str, where: str, variables: dict[str, str], can: bool, kept: bool
 ) -> None:
-    """A tensor of 64 MiB, made and freed again and again, has 16,384 pages. In a thread it is larger than the heap.
+    """A tensor of 64 MiB, made and freed again and again, has 16,384 pages. In a thread it is
+    larger than the heap.
 
-    Small blocks may take an end of what was freed, and then the next tensor no longer fits there: up to five of the
-    first tensors had fresh pages in twenty processes, none after them.
+    Small blocks may take an end of what was freed, and then the next tensor no longer fits there:
+    up to five of the first tensors had fresh pages in twenty processes, none after them.
     """
-    bare = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    bare = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MALLOC_", "GLIBC_"))
+    }
     words = [sys.executable, "-c", FAULTS, word, where]
     done = subprocess.run(words, env=bare | variables, capture_output=True, text=True, check=True)
     said, faults = done.stdout.split()

@@ -12,7 +12,13 @@ from unittest import mock
 
 import pytest
 
-from tests.support.checkpoint_runs import build, steps_of, train_and_save, write_changed, write_config
+from tests.support.checkpoint_runs import (
+    build,
+    steps_of,
+    train_and_save,
+    write_changed,
+    write_config,
+)
 from tests.support.checkpoints import rewritten
 from tests.support.pools import Pools
 from tests.support.run_log import RunLog
@@ -37,7 +43,9 @@ def saved(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks with checkpoints of the steps 1, 2 and 3."""
     directory = tmp_path_factory.mktemp("saved")
     path = write_config(directory / "run.json", 1, "fp32", 1)
-    ranks(2).run(train_and_save, str(write_changed(path, keep=3)), str(directory / "run"), [1, 2, 3], 3)
+    ranks(2).run(
+        train_and_save, str(write_changed(path, keep=3)), str(directory / "run"), [1, 2, 3], 3
+    )
     return directory
 
 
@@ -73,7 +81,9 @@ def go_back(path: str, run: str, to: int, last: int) -> tuple[list[str], list[in
     return notes + saver.notes, removed
 
 
-def test_going_back_starts_a_branch_and_loses_nothing(ranks: Pools, copied: tuple[Path, Path]) -> None:
+def test_going_back_starts_a_branch_and_loses_nothing(
+    ranks: Pools, copied: tuple[Path, Path]
+) -> None:
     path, run = copied
     path = write_changed(path, keep=1)
     contents = {step: (step_directory(run, step) / MANIFEST).read_bytes() for step in (2, 3)}
@@ -83,8 +93,12 @@ def test_going_back_starts_a_branch_and_loses_nothing(ranks: Pools, copied: tupl
     assert len(notes) == 2
     for step, note in zip((2, 3), notes, strict=True):
         aside = checkpoints_directory(run) / f"abandoned_step_{step:08d}"
-        assert (aside / MANIFEST).read_bytes() == contents[step] and read_manifest(aside).step == step
-        assert note == f"step {step} belongs to the branch abandoned at step 1: set aside as {aside}"
+        assert (aside / MANIFEST).read_bytes() == contents[step] and read_manifest(
+            aside
+        ).step == step
+        assert (
+            note == f"step {step} belongs to the branch abandoned at step 1: set aside as {aside}"
+        )
     assert ranks(2).run(go_back, str(path), str(run), 2, 4)[0] == ([], [2, 3])
     assert complete_steps(run) == [4]
 
@@ -93,8 +107,12 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing catches it."""
 
 
-def killed_after(renames: int, run: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Begin a branch at step 1 as a start does, and be killed before a rename; return whether one came."""
+def killed_after(
+    renames: int, run: Path, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """Begin a branch at step 1 as a start does, and be killed before a rename; return whether
+    one came.
+    """
     done = 0
 
     def replace(source: str | Path, target: str | Path) -> None:
@@ -128,7 +146,9 @@ def test_a_kill_while_a_branch_begins_leaves_one_of_both_whole(
         killed = killed_after(renames, run, RunConfig.load(path, world_size=2), monkeypatch)
         newest, lines = complete_steps(run)[-1], (run / METRICS_FILE).read_text().splitlines()
         assert newest in (1, 3), "the abandoned branch, or the new one"
-        assert [json.loads(line)["step"] for line in lines][:newest] == list(range(1, newest + 1)), "with all its lines"
+        assert [json.loads(line)["step"] for line in lines][:newest] == list(
+            range(1, newest + 1)
+        ), "with all its lines"
         outcomes.append((newest, len(lines)))
         if not killed:
             break
@@ -154,7 +174,9 @@ UNREADABLE = "/run/manifest.json"
 
 
 def resumed(path: str, run: str, seen: list[str | None], resume_from: str | None) -> str:
-    """Return the checkpoint that this rank resumes, or the error, if it reads the manifest of `seen[rank]`."""
+    """Return the checkpoint that this rank resumes, or the error, if it reads the manifest of
+    `seen[rank]`.
+    """
     import torch.distributed as dist
 
     from zero_tp.base.errors import UserError
@@ -171,20 +193,28 @@ def resumed(path: str, run: str, seen: list[str | None], resume_from: str | None
 
     with mock.patch.object(find, "read_manifest", read):
         try:
-            start = Resume.find(Path(run), config, None if resume_from is None else Path(resume_from))
+            start = Resume.find(
+                Path(run), config, None if resume_from is None else Path(resume_from)
+            )
             assert start is not None
             return str(start.checkpoint.path)
         except UserError as error:
             return f"error: {error}"
 
 
-def test_rank_0_finds_what_all_ranks_resume(ranks: Pools, copied: tuple[Path, Path], tmp_path: Path) -> None:
+def test_rank_0_finds_what_all_ranks_resume(
+    ranks: Pools, copied: tuple[Path, Path], tmp_path: Path
+) -> None:
     path, run = copied
     other, newest = tmp_path / "other" / "step_00000003", step_directory(run, 3)
 
-    def resume(second: Path | None = None, resume_from: Path | None = None, first: str | None = None) -> list[str]:
+    def resume(
+        second: Path | None = None, resume_from: Path | None = None, first: str | None = None
+    ) -> list[str]:
         seen = [first, None if second is None else str(second)]
-        return ranks(2).run(resumed, str(path), str(run), seen, None if resume_from is None else str(resume_from))
+        return ranks(2).run(
+            resumed, str(path), str(run), seen, None if resume_from is None else str(resume_from)
+        )
 
     shutil.copytree(newest, other)
     assert resume() == resume(other) == [str(newest)] * 2
@@ -193,12 +223,16 @@ def test_rank_0_finds_what_all_ranks_resume(ranks: Pools, copied: tuple[Path, Pa
     with rewritten(other) as manifest:
         manifest["progress"]["optimizer_steps"] = 5
     for problem in resume(other):
-        assert problem.startswith(pattern) and problem.count("SHA-256") == 2 and "\n" not in problem, problem
+        assert (
+            problem.startswith(pattern) and problem.count("SHA-256") == 2 and "\n" not in problem
+        ), problem
     (other / MANIFEST).unlink()
     for problem in resume(other):
         assert problem.startswith(pattern) and "; nothing on rank 1 (" in problem, problem
     for problem in resume(resume_from=tmp_path / "nothing"):
-        assert problem.startswith(f"error: {tmp_path / 'nothing'}: no complete checkpoint there"), problem
+        assert problem.startswith(f"error: {tmp_path / 'nothing'}: no complete checkpoint there"), (
+            problem
+        )
     assert (
         resume(first=UNREADABLE)
         == [f"error: {UNREADABLE}: Permission denied; check its permissions and the free space"] * 2

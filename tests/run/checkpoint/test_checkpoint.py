@@ -1,4 +1,6 @@
-"""Saving, resuming on the same topology, and the export to Hugging Face, for every ZeRO stage and precision."""
+"""Saving, resuming on the same topology, and the export to Hugging Face, for every ZeRO stage
+and precision.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support.checkpoint_runs import batch_of, resume_and_train, train_and_save, write_changed, write_config
+from tests.support.checkpoint_runs import (
+    batch_of,
+    resume_and_train,
+    train_and_save,
+    write_changed,
+    write_config,
+)
 from tests.support.pools import Pools
 from tests.support.settings import fp16_supported
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.run.checkpoint.convert import to_huggingface
-from zero_tp.run.checkpoint.directory import LATEST, checkpoints_directory, complete_steps, prune, step_directory
+from zero_tp.run.checkpoint.directory import (
+    LATEST,
+    checkpoints_directory,
+    complete_steps,
+    prune,
+    step_directory,
+)
 from zero_tp.run.config import RunConfig
 
 STOP, STEPS = 10, 20
@@ -25,7 +39,10 @@ CASES = [
     *FIRST,
     (4, 2, 0, "fp32", "none"),
     (4, 2, 2, "bf16", "optimizer"),
-    *((4, 2, stage, dtype, "none") for stage, dtype in ((0, "bf16"), (1, "fp32"), (2, "fp32"), (2, "bf16"))),
+    *(
+        (4, 2, stage, dtype, "none")
+        for stage, dtype in ((0, "bf16"), (1, "fp32"), (2, "fp32"), (2, "bf16"))
+    ),
     *((4, 2, 3, dtype, "none") for dtype in ("fp32", "bf16")),
     (2, 1, 2, "fp32", "none"),
     (3, 1, 3, "fp32", "none"),
@@ -34,7 +51,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("world", "tensor", "stage", "dtype", "offload"), in_tiers(CASES, FIRST[1:]))
+@pytest.mark.parametrize(
+    ("world", "tensor", "stage", "dtype", "offload"), in_tiers(CASES, FIRST[1:])
+)
 def test_a_resumed_run_is_the_run_that_never_stopped(
     ranks: Pools, tmp_path: Path, world: int, tensor: int, stage: int, dtype: str, offload: str
 ) -> None:
@@ -62,17 +81,24 @@ def test_a_resumed_run_is_the_run_that_never_stopped(
 
 @THOROUGH
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
-def test_a_run_goes_on_with_another_implementation_of_adam(ranks: Pools, tmp_path: Path, offload: str) -> None:
-    """torch's plain AdamW, then its fused kernel or DeepSpeed's on the host, take the same steps but for rounding."""
+def test_a_run_goes_on_with_another_implementation_of_adam(
+    ranks: Pools, tmp_path: Path, offload: str
+) -> None:
+    """torch's plain AdamW, then its fused kernel or DeepSpeed's on the host, take the same steps
+    but for rounding.
+    """
     path = write_config(tmp_path / "before.json", 2, "fp32")
     before = json.loads(path.read_text())
     before["optimizer"]["params"]["fused"] = False
     path.write_text(json.dumps(before))
     after = write_config(tmp_path / "after.json", 2, "fp32", offload=offload)
     params = [
-        RunConfig.load(each, world_size=2).engine_settings.written()["optimizer"]["params"] for each in (path, after)
+        RunConfig.load(each, world_size=2).engine_settings.written()["optimizer"]["params"]
+        for each in (path, after)
     ]
-    assert params[0]["fused"] is False and params[1].get("fused") is (True if offload == "none" else None)
+    assert params[0]["fused"] is False and params[1].get("fused") is (
+        True if offload == "none" else None
+    )
     run = tmp_path / "run"
     whole = ranks(2).run(train_and_save, str(path), str(run), [4], 8)
     again = ranks(2).run(resume_and_train, str(after), str(run), 8)
@@ -82,8 +108,12 @@ def test_a_run_goes_on_with_another_implementation_of_adam(ranks: Pools, tmp_pat
             assert found == pytest.approx(expected, rel=1e-4)
 
 
-def loss_scales(stage: int, overflows: list[bool], resume_at: int) -> tuple[list[float], list[float], set[str]]:
-    """Return the scales of a run, those of one that resumes at `resume_at`, and the keys of the saved state."""
+def loss_scales(
+    stage: int, overflows: list[bool], resume_at: int
+) -> tuple[list[float], list[float], set[str]]:
+    """Return the scales of a run, those of one that resumes at `resume_at`, and the keys of the
+    saved state.
+    """
     from tests.support.compare import grid
     from tests.support.small_engine import build as engine_of
 
@@ -109,7 +139,16 @@ def loss_scales(stage: int, overflows: list[bool], resume_at: int) -> tuple[list
 def test_the_loss_scale_goes_on_where_it_was(ranks: Pools, run_seed: int, stage: int) -> None:
     generator = torch.Generator().manual_seed(run_seed)
     overflows = (torch.rand(40, generator=generator) < 0.15).tolist()
-    overflows[:8] = [True, True, True, False, False, False, False, False]  # it falls and rises whatever is drawn
+    overflows[:8] = [
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+        False,
+    ]  # it falls and rises whatever is drawn
     for resume_at in (2, 7, 20):
         for whole, again, saved in ranks(2).run(loss_scales, stage, overflows, resume_at):
             assert whole == again
@@ -117,23 +156,33 @@ def test_the_loss_scale_goes_on_where_it_was(ranks: Pools, run_seed: int, stage:
             assert saved == {"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"}
 
 
-@pytest.mark.parametrize(("before", "after"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp32", "fp16")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp32", "fp16")]
+)
 def test_a_run_goes_on_in_another_dtype_with_that_dtypes_scale(
     ranks: Pools, tmp_path: Path, before: str, after: str
 ) -> None:
     run = str(tmp_path / "run")
-    first, then = write_config(tmp_path / "before.json", 2, before), write_config(tmp_path / "after.json", 1, after)
+    first, then = (
+        write_config(tmp_path / "before.json", 2, before),
+        write_config(tmp_path / "after.json", 1, after),
+    )
     whole = ranks(2).run(train_and_save, str(first), run, [2], 3)
     for again, result in zip(ranks(2).run(resume_and_train, str(then), run, 3), whole, strict=True):
         assert again["scale"] == (2.0**10 if after == "fp16" else None)
         assert again["steps"][0][0] == pytest.approx(result["steps"][2][0], rel=1e-2)
 
 
-@pytest.mark.parametrize(("settings", "kept"), [({"keep": 2}, [2, 3]), ({"keep": 1, "keep_every": 2}, [2, 3])])
+@pytest.mark.parametrize(
+    ("settings", "kept"), [({"keep": 2}, [2, 3]), ({"keep": 1, "keep_every": 2}, [2, 3])]
+)
 def test_the_newest_and_milestones_stay_and_latest_names_the_last(
     ranks: Pools, tmp_path: Path, settings: dict[str, int], kept: list[int]
 ) -> None:
-    path, run = write_changed(write_config(tmp_path / "run.json", 1, "fp32", 1), **settings), tmp_path / "run"
+    path, run = (
+        write_changed(write_config(tmp_path / "run.json", 1, "fp32", 1), **settings),
+        tmp_path / "run",
+    )
     ranks(2).run(train_and_save, str(path), str(run), [1, 2, 3], 3)
     assert complete_steps(run) == kept
     assert (checkpoints_directory(run) / LATEST).read_text().strip() == step_directory(run, 3).name

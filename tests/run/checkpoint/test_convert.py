@@ -56,7 +56,9 @@ def stored(directory: Path) -> dict[str, Tensor]:
     ],
 )
 @pytest.mark.parametrize("tied", [True, False])
-def test_an_export_holds_the_masters(tmp_path: Path, tensor: int, data: int, dtype: str, tied: bool) -> None:
+def test_an_export_holds_the_masters(
+    tmp_path: Path, tensor: int, data: int, dtype: str, tied: bool
+) -> None:
     model = tiny_gpt2_config(tie_word_embeddings=tied)
     write_checkpoint(tmp_path / "run", model, tensor=tensor, data=data)
     converted = to_huggingface(
@@ -65,12 +67,16 @@ def test_an_export_holds_the_masters(tmp_path: Path, tensor: int, data: int, dty
     found = stored(tmp_path / "export")
     wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in expected(model).items()}
     assert found.keys() == wanted.keys(), "tied weights once"
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted), "without padding, bit for bit"
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted), (
+        "without padding, bit for bit"
+    )
     assert converted.parameters == sum(tensor.numel() for tensor in wanted.values())
     assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == dtype
     index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
-    assert set(index["weight_map"].values()) == {path.name for path in (tmp_path / "export").glob("*.safetensors")}
+    assert set(index["weight_map"].values()) == {
+        path.name for path in (tmp_path / "export").glob("*.safetensors")
+    }
     both: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "export", output_loading_info=True)
     opened, info = both
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -84,7 +90,9 @@ def test_files_are_as_transformers_writes_them(tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     for name in ("model.safetensors.index.json", "config.json", "generation_config.json"):
-        ours, theirs = (json.loads((tmp_path / who / name).read_text()) for who in ("ours", "theirs"))
+        ours, theirs = (
+            json.loads((tmp_path / who / name).read_text()) for who in ("ours", "theirs")
+        )
         for volatile in ("transformers_version", "_from_model_config"):
             ours.pop(volatile, None), theirs.pop(volatile, None)
         if "weight_map" in ours:  # the order of the tensors, and so the files, are theirs and ours
@@ -93,7 +101,9 @@ def test_files_are_as_transformers_writes_them(tmp_path: Path) -> None:
 
 
 def test_flags_of_generation_without_effect_are_written_back(tmp_path: Path) -> None:
-    """Published files have them: sampling flags without do_sample, which transformers takes and does not save."""
+    """Published files have them: sampling flags without do_sample, which transformers takes and
+    does not save.
+    """
     flags = {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [0, 3]}
     write_checkpoint(tmp_path / "run", tiny_gpt2_config())
     with rewritten(find_checkpoint(tmp_path / "run").path) as manifest:
@@ -103,14 +113,20 @@ def test_flags_of_generation_without_effect_are_written_back(tmp_path: Path) -> 
     again.save_pretrained(tmp_path / "again")
     for name in ("export", "again"):
         settings = json.loads((tmp_path / name / "generation_config.json").read_text())
-        assert {key: settings.get(key) for key in (*flags, "do_sample")} == flags | {"do_sample": None}, name
+        assert {key: settings.get(key) for key in (*flags, "do_sample")} == flags | {
+            "do_sample": None
+        }, name
 
 
 def anonymous_growth(work: Callable[[], object]) -> int:
-    """Run `work` in a thread; return by how many bytes the process's anonymous memory grows, sampled every ms."""
+    """Run `work` in a thread; return by how many bytes the process's anonymous memory grows,
+    sampled every ms.
+    """
 
     def resident() -> int:
-        return int(re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
+        return (
+            int(re.findall(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
+        )
 
     before = most = resident()
     with ThreadPoolExecutor(1) as executor:
@@ -123,7 +139,9 @@ def anonymous_growth(work: Callable[[], object]) -> int:
 
 
 def test_memory_is_that_of_one_parameter(tmp_path: Path) -> None:
-    """A checkpoint of 77 M parameters, the largest with 1 M: all of them at once would be 310 MB."""
+    """A checkpoint of 77 M parameters, the largest with 1 M: all of them at once would be 310
+    MB.
+    """
     model = tiny_gpt2_config(n_layer=24, n_embd=512, vocab_size=2000, n_positions=512)
     write_checkpoint(tmp_path / "warm", tiny_gpt2_config())
     to_huggingface(tmp_path / "warm", tmp_path / "first")  # what is imported late
@@ -158,8 +176,13 @@ def test_inspect_describes_a_run_and_verifies_its_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no complete checkpoint there"):
         inspect(tmp_path)
     for step in (10, 20):
-        checkpoint = write_checkpoint(tmp_path / "run", tiny_gpt2_config(), tensor=2, data=2, step=step)
-    rows = [tuple(line.split(maxsplit=1)) for line in inspect(tmp_path / "run", verify=True).splitlines()]
+        checkpoint = write_checkpoint(
+            tmp_path / "run", tiny_gpt2_config(), tensor=2, data=2, step=step
+        )
+    rows = [
+        tuple(line.split(maxsplit=1))
+        for line in inspect(tmp_path / "run", verify=True).splitlines()
+    ]
     parameters = sum(tensor.numel() for tensor in expected(tiny_gpt2_config()).values())
     size = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
     for row in (

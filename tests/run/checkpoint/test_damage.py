@@ -13,7 +13,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support.checkpoint_runs import build, masters_of, steps_of, train_and_save, write_changed, write_config
+from tests.support.checkpoint_runs import (
+    build,
+    masters_of,
+    steps_of,
+    train_and_save,
+    write_changed,
+    write_config,
+)
 from tests.support.checkpoints import flip_bit
 from tests.support.pools import Pools
 from zero_tp.run.checkpoint.directory import (
@@ -46,7 +53,10 @@ def damage_header(file: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "flipped bit": (flip_a_bit, r"states_tp00_dp0001\.safetensors: SHA-256 is [0-9a-f]{12}…, not [0-9a-f]{12}…"),
+    "flipped bit": (
+        flip_a_bit,
+        r"states_tp00_dp0001\.safetensors: SHA-256 is [0-9a-f]{12}…, not [0-9a-f]{12}…",
+    ),
     "header": (damage_header, r"states_tp00_dp0001\.safetensors: SHA-256 is "),
     "truncated": (truncate, r"states_tp00_dp0001\.safetensors: has \d+ bytes, not \d+"),
     "missing": (Path.unlink, r"states_tp00_dp0001\.safetensors: is missing"),
@@ -72,7 +82,9 @@ def start(path: str, run: str, resume_from: str | None = None) -> tuple[str, lis
 
 
 def start_with_an_old_view(path: str, run: str) -> str:
-    """The checkpoint that a start resumes, if the last rank sees the older one only after a while."""
+    """The checkpoint that a start resumes, if the last rank sees the older one only after a
+    while.
+    """
     import torch.distributed as dist
 
     from zero_tp.run.checkpoint import find
@@ -108,7 +120,9 @@ def copy_of(saved: Path, directory: Path) -> tuple[Path, Path]:
     return directory / "run.json", directory / "run"
 
 
-def test_going_back_waits_for_a_machine_with_an_old_view(ranks: Pools, saved: Path, tmp_path: Path) -> None:
+def test_going_back_waits_for_a_machine_with_an_old_view(
+    ranks: Pools, saved: Path, tmp_path: Path
+) -> None:
     path, run = copy_of(saved, tmp_path)
     damaged = step_directory(run, 2) / states_file(0, 1)
     damaged.write_bytes(damaged.read_bytes()[:-1])
@@ -125,16 +139,28 @@ def test_damage_is_named_and_the_checkpoint_before_is_offered(
     damage_file, words = DAMAGES[damage]
     damage_file(step_directory(run, 2) / states_file(0, 1))
     before = step_directory(run, 1)
-    pattern = rf"error: .*{words}.*; the checkpoint is damaged: use the one before with --resume-from {before}, or set "
+    pattern = (
+        rf"error: .*{words}.*; the checkpoint is damaged: use the one before with "
+        rf"--resume-from {before}, or set "
+    )
     for problem, _ in ranks(2).run(start, str(path), str(run)):
         assert re.match(pattern, problem), problem
-    for problem, _ in ranks(2).run(start, str(path), str(tmp_path / "other"), str(step_directory(run, 2))):
+    for problem, _ in ranks(2).run(
+        start, str(path), str(tmp_path / "other"), str(step_directory(run, 2))
+    ):
         assert re.match(pattern, problem), problem
     assert ranks(2).run(start, str(path), str(run), str(before)) == [(str(before), [])] * 2
-    tolerant, aside = write_changed(path, on_corrupt="previous"), checkpoints_directory(run) / "damaged_step_00000002"
+    tolerant, aside = (
+        write_changed(path, on_corrupt="previous"),
+        checkpoints_directory(run) / "damaged_step_00000002",
+    )
     for resumed, notes in ranks(2).run(start, str(tolerant), str(run)):
         assert resumed == str(before)
-        assert len(notes) == 1 and re.search(words, notes[0]) and f"; set aside as {aside}, " in notes[0]
+        assert (
+            len(notes) == 1
+            and re.search(words, notes[0])
+            and f"; set aside as {aside}, " in notes[0]
+        )
     assert complete_steps(run) == [1] and aside.is_dir()
 
 
@@ -154,7 +180,9 @@ def touched(path: str, run: str) -> tuple[list[str], list[str]]:
 
     with patch.object(os, "stat", looking), patch.object(Path, "open", opening):
         start(path, run)
-    return tuple([name for name in names if name.endswith(".safetensors")] for names in (looked, opened))  # type: ignore[return-value]
+    return tuple(
+        [name for name in names if name.endswith(".safetensors")] for names in (looked, opened)
+    )  # type: ignore[return-value]
 
 
 def test_each_file_is_looked_at_and_read_by_one_rank(ranks: Pools, saved: Path) -> None:
@@ -165,16 +193,25 @@ def test_each_file_is_looked_at_and_read_by_one_rank(ranks: Pools, saved: Path) 
         assert sorted(name for own in names for name in own) == files
 
 
-def test_damage_of_every_checkpoint_stops_every_start(ranks: Pools, saved: Path, tmp_path: Path) -> None:
+def test_damage_of_every_checkpoint_stops_every_start(
+    ranks: Pools, saved: Path, tmp_path: Path
+) -> None:
     path, run = copy_of(saved, tmp_path)
     for step in (1, 2):
         flip_a_bit(step_directory(run, step) / states_file(0, 0))
     for _ in range(2):
-        for problem, _ in ranks(2).run(start, str(write_changed(path, on_corrupt="previous")), str(run)):
-            assert problem.startswith("error: ") and "none before it: give another --output-dir" in problem
+        for problem, _ in ranks(2).run(
+            start, str(write_changed(path, on_corrupt="previous")), str(run)
+        ):
+            assert (
+                problem.startswith("error: ")
+                and "none before it: give another --output-dir" in problem
+            )
 
 
-def test_a_step_of_eight_digits_is_before_one_of_nine(ranks: Pools, saved: Path, tmp_path: Path) -> None:
+def test_a_step_of_eight_digits_is_before_one_of_nine(
+    ranks: Pools, saved: Path, tmp_path: Path
+) -> None:
     for step in (99_999_999, 100_000_000):
         shutil.copytree(step_directory(saved / "run", 1), step_directory(tmp_path, step))
         break_manifest(step_directory(tmp_path, step) / MANIFEST)
@@ -195,10 +232,14 @@ def resume_with_an_engine(path: str, run: str) -> dict[str, torch.Tensor]:
     return masters_of(engine)
 
 
-def test_an_engine_resumes_the_checkpoint_before_a_damaged_one(ranks: Pools, saved: Path, tmp_path: Path) -> None:
+def test_an_engine_resumes_the_checkpoint_before_a_damaged_one(
+    ranks: Pools, saved: Path, tmp_path: Path
+) -> None:
     path, run = copy_of(saved, tmp_path)
     flip_a_bit(step_directory(run, 2) / states_file(0, 1))
-    results = ranks(2).run(resume_with_an_engine, str(write_changed(path, on_corrupt="previous")), str(run))
+    results = ranks(2).run(
+        resume_with_an_engine, str(write_changed(path, on_corrupt="previous")), str(run)
+    )
     reader = CheckpointReader(step_directory(run, 1), read_manifest(step_directory(run, 1)))
     for name in reader.parameters:
         master = torch.cat([masters[name] for masters in results if name in masters])

@@ -41,7 +41,9 @@ def test_a_manifest_that_was_read_is_not_read_again(run: Path) -> None:
         found = find_checkpoint(run, known)
     assert found.manifest is known.manifest
     step_directory(run, 3).mkdir()
-    assert find_checkpoint(run, known).notes == (f"{step_directory(run, 3)}: not a checkpoint (no {MANIFEST})",)
+    assert find_checkpoint(run, known).notes == (
+        f"{step_directory(run, 3)}: not a checkpoint (no {MANIFEST})",
+    )
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -64,7 +66,9 @@ def test_another_checkpoint_than_the_known_one_is_read(run: Path) -> None:
     assert find_checkpoint(step_directory(run, 1), known).step == 1
 
 
-def test_an_unreadable_manifest_is_passed_over_until_all_ranks_look(run: Path, tmp_path: Path) -> None:
+def test_an_unreadable_manifest_is_passed_over_until_all_ranks_look(
+    run: Path, tmp_path: Path
+) -> None:
     (step_directory(run, 2) / MANIFEST).write_text("{")
     found = find_readable_checkpoint(run)
     assert found is not None and found.step == 1
@@ -100,7 +104,9 @@ def test_all_ranks_return_what_they_all_can_read(ranks: Pools, run: Path, tmp_pa
     flip_bit(file, file.stat().st_size // 2)
     for problem, _ in pool.run(found_together, str(run), False):
         assert str(problem).startswith(f"{file}: SHA-256 is "), problem
-    assert pool.run(found_together, str(run), True) == [("1", ("renamed damaged_step_00000002",))] * 2
+    assert (
+        pool.run(found_together, str(run), True) == [("1", ("renamed damaged_step_00000002",))] * 2
+    )
 
 
 def resumed_with_counts(path: str, run: str, other: str | None) -> tuple[int, int, int]:

@@ -1,4 +1,6 @@
-"""A manifest is read as it was written or refused; so are its files; a run resumes only its own checkpoints."""
+"""A manifest is read as it was written or refused; so are its files; a run resumes only its own
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from zero_tp.base.errors import UserError
 from zero_tp.base.settings.resolve import SavedStart
 from zero_tp.parallel import safetensors_files as files
 from zero_tp.run.checkpoint import convert, directory
-from zero_tp.run.checkpoint.directory import MANIFEST, Damaged, check_content, read_manifest, step_directory
+from zero_tp.run.checkpoint.directory import (
+    MANIFEST,
+    Damaged,
+    check_content,
+    read_manifest,
+    step_directory,
+)
 from zero_tp.run.checkpoint.find import find_readable_checkpoint
 from zero_tp.run.checkpoint.manifest import (
     OWN_HASH,
@@ -31,7 +39,13 @@ from zero_tp.run.checkpoint.manifest import (
 )
 from zero_tp.run.config import RunConfig
 
-SIZES: dict[str, Any] = {"n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 8, "vocab_size": 31}
+SIZES: dict[str, Any] = {
+    "n_layer": 1,
+    "n_embd": 16,
+    "n_head": 2,
+    "n_positions": 8,
+    "vocab_size": 31,
+}
 SIZES |= {"bos_token_id": 0, "eos_token_id": 0}
 TINY = GPT2Config(**SIZES)
 
@@ -41,7 +55,9 @@ def checkpoint(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "run", TINY, tensor=2, data=2)
 
 
-def test_a_flipped_bit_of_the_manifest_is_found_or_means_the_same(checkpoint: Path, seed: int) -> None:
+def test_a_flipped_bit_of_the_manifest_is_found_or_means_the_same(
+    checkpoint: Path, seed: int
+) -> None:
     path, chance = checkpoint / MANIFEST, random.Random(seed)
     whole, text = read_manifest(checkpoint), path.read_bytes()
     found = 0
@@ -83,10 +99,30 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], bool, type[UserError], s
     "hash": (lambda m: m.update(sha256=None), False, Damaged, "sha256: "),
     "no hash": (lambda m: m.pop("sha256"), False, Damaged, "sha256: "),
     "no config": (lambda m: m.pop("config"), True, Damaged, "config: "),
-    "step": (lambda m: m.update(step=2), True, Damaged, "step is 2, but the directory is step_00000001"),
-    "unknown key": (lambda m: m.update(kidns=m.pop("kinds")), True, Damaged, "kidns: unknown key; "),
-    "a rank's file": (lambda m: m["files"].pop(next(iter(m["files"]))), True, Damaged, "files: not those of tensor 2"),
-    "format": (lambda m: m.update(format=3), True, UserError, "format 3, this version reads 4; use the version that"),
+    "step": (
+        lambda m: m.update(step=2),
+        True,
+        Damaged,
+        "step is 2, but the directory is step_00000001",
+    ),
+    "unknown key": (
+        lambda m: m.update(kidns=m.pop("kinds")),
+        True,
+        Damaged,
+        "kidns: unknown key; ",
+    ),
+    "a rank's file": (
+        lambda m: m["files"].pop(next(iter(m["files"]))),
+        True,
+        Damaged,
+        "files: not those of tensor 2",
+    ),
+    "format": (
+        lambda m: m.update(format=3),
+        True,
+        UserError,
+        "format 3, this version reads 4; use the version that",
+    ),
 }
 
 
@@ -106,7 +142,9 @@ def test_a_checkpoint_may_have_another_name_but_not_another_steps(checkpoint: Pa
     read_manifest(checkpoint.rename(checkpoint.with_name("the_best")))
 
 
-def test_any_flipped_bit_of_any_file_is_found(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_any_flipped_bit_of_any_file_is_found(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     monkeypatch.setattr(files, "PART_BYTES", 256)
     checkpoint = write_checkpoint(checkpoint.parents[1], TINY, tensor=2, data=2, step=2)
     manifest, chance = read_manifest(checkpoint), random.Random(seed)
@@ -122,7 +160,8 @@ def test_any_flipped_bit_of_any_file_is_found(checkpoint: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("number", "is_damage"), [(errno.EIO, True), (errno.ENOTCONN, False), (errno.ESTALE, False), (errno.EACCES, False)]
+    ("number", "is_damage"),
+    [(errno.EIO, True), (errno.ENOTCONN, False), (errno.ESTALE, False), (errno.EACCES, False)],
 )
 def test_a_file_that_cannot_be_read_now_is_not_damaged(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_damage: bool
@@ -134,7 +173,10 @@ def test_a_file_that_cannot_be_read_now_is_not_damaged(
 
     monkeypatch.setattr(directory, "read_regular", fail)
     monkeypatch.setattr(files, "hash_file", fail)
-    for read in (partial(read_manifest, checkpoint), partial(check_content, checkpoint, manifest.files)):
+    for read in (
+        partial(read_manifest, checkpoint),
+        partial(check_content, checkpoint, manifest.files),
+    ):
         with pytest.raises(UserError) as error:
             read()
         assert isinstance(error.value, Damaged) == is_damage
@@ -152,7 +194,11 @@ def test_a_checkpoint_carries_what_a_start_needs(checkpoint: Path) -> None:
     run = checkpoint.parents[1]
     with rewritten(checkpoint) as manifest:
         manifest["config"] = {"scheduler": {"params": {"total_num_steps": 7}}}
-        manifest["progress"]["counters"] = {"global_steps": 5, "global_samples": 10, "skipped_steps": 1}
+        manifest["progress"]["counters"] = {
+            "global_steps": 5,
+            "global_samples": 10,
+            "skipped_steps": 1,
+        }
     (run / "config.json").write_text("")
     model = read_manifest(checkpoint).model
     found = find_readable_checkpoint(run)
@@ -186,22 +232,34 @@ def run(checkpoint: Path, tmp_path: Path) -> Path:
     """A run of `config_of`."""
     config = config_of(tmp_path)
     with rewritten(checkpoint) as manifest:
-        manifest |= {"fixed": fixed_settings(config), "config": config.resolved(), "versions": versions()}
+        manifest |= {
+            "fixed": fixed_settings(config),
+            "config": config.resolved(),
+            "versions": versions(),
+        }
     return checkpoint.parents[1]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"zero_tp__training__seed": 8}, r"zero_tp\.training\.seed: 8, but the run of .* was started with 7; "),
+        (
+            {"zero_tp__training__seed": 8},
+            r"zero_tp\.training\.seed: 8, but the run of .* was started with 7; ",
+        ),
         (
             {"zero_tp__data__document_attention": "reset"},
             r'zero_tp\.data\.document_attention: "reset", but the run of .* with "continue"',
         ),
-        ({"zero_tp__model__pad_token_id": None}, r"zero_tp\.model: .*, but the run of .* was started with "),
+        (
+            {"zero_tp__model__pad_token_id": None},
+            r"zero_tp\.model: .*, but the run of .* was started with ",
+        ),
     ],
 )
-def test_another_run_is_not_resumed(run: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_another_run_is_not_resumed(
+    run: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     checkpoint = step_directory(run, 1)
     with pytest.raises(UserError, match=message):
         check_same_run(checkpoint, read_manifest(checkpoint), config_of(tmp_path, **change))
@@ -222,7 +280,9 @@ def test_what_differs_from_the_last_start_is_logged(run: Path, tmp_path: Path) -
         zero_tp__parallel__tensor=2,
     )
     validation = {"a": {"tokens": 5}, "b": {}}
-    other = manifest.model_copy(update={"versions": {**manifest.versions, "torch": "1.0"}, "validation": validation})
+    other = manifest.model_copy(
+        update={"versions": {**manifest.versions, "torch": "1.0"}, "validation": validation}
+    )
     lines = differences(other, changed, {"a": {"tokens": 6}, "b": {}})
     saved = "when step 1 was saved"
     for line in (
@@ -232,5 +292,8 @@ def test_what_differs_from_the_last_start_is_logged(run: Path, tmp_path: Path) -
         f"zero_tp.data.validation: a holds other documents or tokens than {saved}",
     ):
         assert line in lines
-    assert any(line.startswith("torch's version: ") and line.endswith(f'was "1.0" {saved}') for line in lines)
+    assert any(
+        line.startswith("torch's version: ") and line.endswith(f'was "1.0" {saved}')
+        for line in lines
+    )
     assert not any("parallel" in line for line in lines), "the line on resuming has them"

@@ -1,4 +1,6 @@
-"""A run of the masked objective goes on exactly: bit for bit on the same topology, within rounding on another."""
+"""A run of the masked objective goes on exactly: bit for bit on the same topology, within
+rounding on another.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,24 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(workplace: Path, name: str, steps: int, **settings: Any) -> dict[tuple[str, int], dict[str, float]]:
+def trained(
+    workplace: Path, name: str, steps: int, **settings: Any
+) -> dict[tuple[str, int], dict[str, float]]:
     """Train on 2 ranks → the figures of each step and of each validation."""
-    words = [f"--set=zero_tp.training.steps={steps}", *(f"--set={key}={value}" for key, value in settings.items())]
-    done = pretrain(2, workplace, "--deepspeed_config", "run.json", "--output-dir", name, *words, launcher="torchrun")
+    words = [
+        f"--set=zero_tp.training.steps={steps}",
+        *(f"--set={key}={value}" for key, value in settings.items()),
+    ]
+    done = pretrain(
+        2,
+        workplace,
+        "--deepspeed_config",
+        "run.json",
+        "--output-dir",
+        name,
+        *words,
+        launcher="torchrun",
+    )
     assert done.returncode == 0, done.stderr
     found = {}
     for line in metrics_of(workplace / name):
@@ -51,16 +67,29 @@ def trained(workplace: Path, name: str, steps: int, **settings: Any) -> dict[tup
 
 def test_a_resumed_run_sees_the_same_samples(workplace: Path) -> None:
     straight = trained(workplace, "straight", 6)
-    assert {*straight} == {*(("", step) for step in range(1, 7)), ("validation_", 3), ("validation_", 6)}
+    assert {*straight} == {
+        *(("", step) for step in range(1, 7)),
+        ("validation_", 3),
+        ("validation_", 6),
+    }
     trained(workplace, "same", 3)
     same = trained(workplace, "same", 6)
     assert same == straight, "bit for bit"
     trained(workplace, "other", 3)
     other = trained(
-        workplace, "other", 6, **{"zero_tp.parallel.tensor": 2, "zero_optimization.stage": 3,
-                                  "train_micro_batch_size_per_gpu": 4},
-    )  # fmt: skip
+        workplace,
+        "other",
+        6,
+        **{
+            "zero_tp.parallel.tensor": 2,
+            "zero_optimization.stage": 3,
+            "train_micro_batch_size_per_gpu": 4,
+        },
+    )
     assert other.keys() == straight.keys()
     for where, figures in straight.items():
         for name, value in figures.items():
-            assert math.isclose(other[where][name], value, rel_tol=1e-4, abs_tol=1e-6), (where, name)
+            assert math.isclose(other[where][name], value, rel_tol=1e-4, abs_tol=1e-6), (
+                where,
+                name,
+            )

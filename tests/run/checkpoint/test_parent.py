@@ -1,4 +1,6 @@
-"""A new run starts from another one's weights and moments, bit for bit, on any topology; its schedule is its own."""
+"""A new run starts from another one's weights and moments, bit for bit, on any topology; its
+schedule is its own.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,17 @@ SAVED = 2
 
 
 def write(place: Place, path: Path, *, constant: bool = False, **model: Any) -> Path:
-    """The place's config with another rate, batch and model; a constant rate is the optimizer's own."""
+    """The place's config with another rate, batch and model; a constant rate is the optimizer's
+    own.
+    """
     config = json.loads(place.write(path, random.Random(1)).read_text())
     config["optimizer"]["params"]["lr"] = 3e-3
     config["train_batch_size"] = 48
-    config["scheduler"]["params"] = {"warmup_num_steps": 4, "warmup_max_lr": 3e-3, "warmup_type": "linear"}
+    config["scheduler"]["params"] = {
+        "warmup_num_steps": 4,
+        "warmup_max_lr": 3e-3,
+        "warmup_type": "linear",
+    }
     config["zero_tp"]["model"] |= model
     if constant:
         del config["scheduler"]
@@ -65,11 +73,17 @@ def begun(path: str, parent: str, run: str) -> dict[str, Any]:
     saver = run_saver(engine.zero, config, Path(run), parent=start.parent)
     saver.save(SAVED)
     assert saver.outcome() == (SAVED, "")
-    return {"progress": progress, "rates": (rate, engine.learning_rate), "model": engine.model.config.to_dict()}
+    return {
+        "progress": progress,
+        "rates": (rate, engine.learning_rate),
+        "model": engine.model.config.to_dict(),
+    }
 
 
 def followed(path: str, parent: str) -> tuple[list[Any], list[Any]]:
-    """The steps of a run that goes on from a checkpoint, and of one that starts from it, on the same batches."""
+    """The steps of a run that goes on from a checkpoint, and of one that starts from it, on the
+    same batches.
+    """
     checkpoint = find_checkpoint(step_directory(Path(parent), SAVED))
     found = []
     for start in (Resume(checkpoint), Branch(checkpoint)):
@@ -80,19 +94,29 @@ def followed(path: str, parent: str) -> tuple[list[Any], list[Any]]:
 
 
 @THOROUGH
-def test_moments_are_the_parents_on_another_topology_with_another_rope(ranks: Pools, tmp_path: Path) -> None:
+def test_moments_are_the_parents_on_another_topology_with_another_rope(
+    ranks: Pools, tmp_path: Path
+) -> None:
     run, child = tmp_path / "run", tmp_path / "child"
-    ranks(WHOLE.world).run(first_part, str(WHOLE.write(tmp_path / "source.json", random.Random(1))), str(run), SAVED)
+    ranks(WHOLE.world).run(
+        first_part, str(WHOLE.write(tmp_path / "source.json", random.Random(1))), str(run), SAVED
+    )
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 2e4}
     longer: dict[str, Any] = {"max_position_embeddings": 64, "rope_parameters": rope}
     path = write(SPLIT, tmp_path / "child.json", **longer)
     for found in ranks(SPLIT.world).run(begun, str(path), str(run), str(child)):
         assert found["progress"]["optimizer_steps"] == SAVED
-        assert found["progress"]["counters"]["global_steps"] == 0 and found["progress"]["recent"] == []
+        assert (
+            found["progress"]["counters"]["global_steps"] == 0 and found["progress"]["recent"] == []
+        )
         assert found["rates"][0] == found["rates"][1], "the schedule begins anew"
         assert found["model"]["rope_parameters"]["factor"] == 4.0
     saved, held = contents(run, SAVED), contents(child, SAVED)
-    assert held.keys() == saved.keys() and {kind for _, kind in saved} == {"master", "exp_avg", "exp_avg_sq"}
+    assert held.keys() == saved.keys() and {kind for _, kind in saved} == {
+        "master",
+        "exp_avg",
+        "exp_avg_sq",
+    }
     assert all(torch.equal(held[key], tensor) for key, tensor in saved.items())
     parent = read_manifest(step_directory(child, SAVED)).parent
     assert parent is not None and parent.checkpoint == str(step_directory(run, SAVED).resolve())
@@ -101,7 +125,9 @@ def test_moments_are_the_parents_on_another_topology_with_another_rope(ranks: Po
 
 
 @THOROUGH
-def test_with_nothing_changed_its_updates_are_those_of_the_parent(ranks: Pools, tmp_path: Path) -> None:
+def test_with_nothing_changed_its_updates_are_those_of_the_parent(
+    ranks: Pools, tmp_path: Path
+) -> None:
     """Without a schedule; on the same batches, bit for bit."""
     run = tmp_path / "run"
     place = replace(DP2, stage=1)
@@ -143,7 +169,11 @@ def parent(tmp_path: Path) -> Path:
     """A run with one checkpoint, of AdamW."""
     config = LlamaConfig(**{name: value for name, value in LLAMA.items() if name != "model_type"})
     run = tmp_path / "parent"
-    fixed = {"optimizer": {"type": "AdamW"}, "train_batch_size": 4, "zero_tp.data.sequence_length": 16}
+    fixed = {
+        "optimizer": {"type": "AdamW"},
+        "train_batch_size": 4,
+        "zero_tp.data.sequence_length": 16,
+    }
     with rewritten(write_checkpoint(run, config)) as manifest:
         manifest["fixed"] = fixed
     return run
@@ -161,17 +191,30 @@ def parent(tmp_path: Path) -> Path:
         ("tie_word_embeddings", True),
     ],
 )
-def test_what_makes_another_model_is_refused_by_name(tmp_path: Path, parent: Path, field: str, value: Any) -> None:
+def test_what_makes_another_model_is_refused_by_name(
+    tmp_path: Path, parent: Path, field: str, value: Any
+) -> None:
     config = config_of(tmp_path, **{field: value})
     with pytest.raises(
-        UserError, match=rf"^zero_tp\.model\.{field}: .*, but the model of .* has .*; --from allows changes of dropout"
+        UserError,
+        match=rf"^zero_tp\.model\.{field}: .*, but the model of .* has .*; "
+        "--from allows changes of dropout",
     ):
         check_parent(find_checkpoint(parent), config, config.hf_config())
 
 
 def test_what_keeps_the_weights_meaning_is_accepted(tmp_path: Path, parent: Path) -> None:
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e5}
-    changes: dict[str, Any] = {"max_position_embeddings": 128, "rope_parameters": rope, "attention_dropout": 0.1}
+    rope = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 1e5,
+    }
+    changes: dict[str, Any] = {
+        "max_position_embeddings": 128,
+        "rope_parameters": rope,
+        "attention_dropout": 0.1,
+    }
     config = config_of(tmp_path, **changes)
     for source in (parent, step_directory(parent, 1)):
         checkpoint = find_checkpoint(source)
@@ -179,14 +222,18 @@ def test_what_keeps_the_weights_meaning_is_accepted(tmp_path: Path, parent: Path
         assert check_parent(checkpoint, config, config.hf_config()) == ()
 
 
-def test_the_same_samples_are_the_same_content_wherever_it_lies(tmp_path: Path, parent: Path) -> None:
+def test_the_same_samples_are_the_same_content_wherever_it_lies(
+    tmp_path: Path, parent: Path
+) -> None:
     config, corpus = config_of(tmp_path), {"tokens": 5, "sha256": "ab"}
     with rewritten(step_directory(parent, 1)) as manifest:
         manifest["corpora"] = {"elsewhere/train": corpus}
         manifest["fixed"] |= {"zero_tp.training.seed": config.zero_tp.training.seed}
         manifest["fixed"] |= {"zero_tp.data.train": [["elsewhere/train", 1.0]]}
     found = RunCheckpoint(step_directory(parent, 1), read_manifest(step_directory(parent, 1)))
-    weighted = RunConfig.load(tmp_path / "run.json", ['zero_tp.data.train={"nowhere/train": 2.0}'], 1)
+    weighted = RunConfig.load(
+        tmp_path / "run.json", ['zero_tp.data.train={"nowhere/train": 2.0}'], 1
+    )
     for now, there, again in (
         (config, corpus, True),
         (config, corpus | {"sha256": "cd"}, False),
@@ -194,7 +241,13 @@ def test_the_same_samples_are_the_same_content_wherever_it_lies(tmp_path: Path, 
     ):
         for prefix in ("nowhere/train", "elsewhere/train"):
             lines = describe_parent(found, now, {prefix: there}, {})
-            assert any(line.startswith("the parent's samples repeat in the same order") for line in lines) == again
+            assert (
+                any(
+                    line.startswith("the parent's samples repeat in the same order")
+                    for line in lines
+                )
+                == again
+            )
 
 
 def test_what_is_no_parent_is_one_line(tmp_path: Path, parent: Path) -> None:
@@ -210,12 +263,17 @@ def test_what_is_no_parent_is_one_line(tmp_path: Path, parent: Path) -> None:
     with pytest.raises(UserError, match=r'^optimizer\.type: "SGD" has other states than "AdamW"'):
         check_parent(checkpoint, sgd, sgd.hf_config())
     amsgrad = config_of(tmp_path, params={"torch_adam": True, "amsgrad": True})
-    with pytest.raises(UserError, match=r"^optimizer\.params\.amsgrad: true has other states than false"):
+    with pytest.raises(
+        UserError, match=r"^optimizer\.params\.amsgrad: true has other states than false"
+    ):
         check_parent(checkpoint, amsgrad, amsgrad.hf_config())
     offload = f'{{"device": "nvme", "nvme_path": "{tmp_path}"}}'
     on_nvme = ["zero_optimization.stage=3", f"zero_optimization.offload_optimizer={offload}"]
     nvme = RunConfig.load(tmp_path / "run.json", on_nvme, 1)
-    with pytest.raises(UserError, match=r"^zero_optimization\.offload_optimizer\.device: a run cannot be .* started"):
+    with pytest.raises(
+        UserError,
+        match=r"^zero_optimization\.offload_optimizer\.device: a run cannot be .* started",
+    ):
         check_parent(checkpoint, nvme, nvme.hf_config())
     manifest = checkpoint.manifest
     with rewritten(step_directory(parent, 1)) as changed:

@@ -1,4 +1,6 @@
-"""A reader gives any piece of a checkpoint as any other topology holds it, from the files that have some of it."""
+"""A reader gives any piece of a checkpoint as any other topology holds it, from the files that
+have some of it.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,27 @@ from torch import Tensor
 from zero_tp.engine.zero.states import MASTER
 from zero_tp.parallel.layout import Layout, Replicated, Sharded
 from zero_tp.run.checkpoint.directory import Damaged
-from zero_tp.run.checkpoint.manifest import Manifest, ReplicatedParameter, ShardedParameter, states_file
+from zero_tp.run.checkpoint.manifest import (
+    Manifest,
+    ReplicatedParameter,
+    ShardedParameter,
+    states_file,
+)
 from zero_tp.run.checkpoint.reader import STARTS, CheckpointReader, ParameterLayout, tensor_name
 
 NAME = "layers.0.weight"
 
 
 def reader_of(folder: Path, parameter: ParameterLayout, tensor: int, data: int) -> CheckpointReader:
-    entry = (ShardedParameter if isinstance(parameter.layout, Sharded) else ReplicatedParameter)(**parameter.to_json())
-    fields: dict[str, Any] = {"parameters": {NAME: entry}, "tensor": tensor, "data": data, "files": {}}
+    entry = (ShardedParameter if isinstance(parameter.layout, Sharded) else ReplicatedParameter)(
+        **parameter.to_json()
+    )
+    fields: dict[str, Any] = {
+        "parameters": {NAME: entry},
+        "tensor": tensor,
+        "data": data,
+        "files": {},
+    }
     return CheckpointReader(folder, Manifest.model_construct(**fields))
 
 
@@ -34,10 +48,14 @@ def saved(folder: Path, whole: Tensor, layout: Layout, tensor: int, data: int) -
     """Write a parameter as `tensor` × `data` ranks hold it, in runs of each TP shard → a reader."""
     for tensor_rank in range(tensor):
         start = 0
-        for data_rank, fragment in enumerate(layout.shard(whole, tensor_rank, tensor).flatten().tensor_split(data)):
+        for data_rank, fragment in enumerate(
+            layout.shard(whole, tensor_rank, tensor).flatten().tensor_split(data)
+        ):
             tensors = {tensor_name(NAME, MASTER): fragment.clone()} if len(fragment) else {}
             starts = {NAME: start} if len(fragment) else {}
-            save_file(tensors, folder / states_file(tensor_rank, data_rank), {STARTS: json.dumps(starts)})
+            save_file(
+                tensors, folder / states_file(tensor_rank, data_rank), {STARTS: json.dumps(starts)}
+            )
             start += len(fragment)
     return reader_of(folder, ParameterLayout(layout, tuple(whole.shape)), tensor, data)
 
@@ -46,12 +64,18 @@ def saved(folder: Path, whole: Tensor, layout: Layout, tensor: int, data: int) -
 def test_any_piece_is_what_another_topology_holds(data: st.DataObject) -> None:
     old, new = (data.draw(st.integers(1, 6), size) for size in ("old", "new"))
     padded = data.draw(st.booleans(), "padded")
-    part = st.integers(1, 20) if padded else st.integers(1, 2).map(lambda count: count * math.lcm(old, new))
+    part = (
+        st.integers(1, 20)
+        if padded
+        else st.integers(1, 2).map(lambda count: count * math.lcm(old, new))
+    )
     parts = tuple(data.draw(st.lists(part, min_size=1, max_size=3), "parts"))
     shape = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3), "shape")
     dim = data.draw(st.integers(0, len(shape) - 1), "dim")
     shape[dim] = sum(parts)
-    whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)  # no element is zero, as padding is
+    whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(
+        shape
+    )  # no element is zero, as padding is
     layouts: tuple[Layout, ...] = (Sharded(dim, parts, padded), Replicated())
     before, after = (data.draw(st.sampled_from(layouts), which) for which in ("before", "after"))
     rank = data.draw(st.integers(0, new - 1), "rank")
@@ -84,7 +108,9 @@ def test_a_layout_may_split_another_dimension(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize(("rank", "size", "holders"), [(1, 8, {0}), (1, 2, {2, 3}), (0, 1, {0, 1, 2, 3})])
+@pytest.mark.parametrize(
+    ("rank", "size", "holders"), [(1, 8, {0}), (1, 2, {2, 3}), (0, 1, {0, 1, 2, 3})]
+)
 def test_only_files_that_hold_some_of_a_piece_are_read(
     tmp_path: Path, dim: int, rank: int, size: int, holders: set[int]
 ) -> None:

@@ -1,4 +1,5 @@
-"""A checkpoint of any topology resumes on any other: masters and moments bit for bit, losses within rounding.
+"""A checkpoint of any topology resumes on any other: masters and moments bit for bit, losses within
+rounding.
 
 The step of the save and both runs' accumulation are drawn.
 """
@@ -12,7 +13,17 @@ import pytest
 import torch
 
 from tests.support.checkpoint_runs import build, steps_of
-from tests.support.places import DP2, DP4, MORE, REPLICATED, SPLIT, WHOLE, Place, contents, first_part
+from tests.support.places import (
+    DP2,
+    DP4,
+    MORE,
+    REPLICATED,
+    SPLIT,
+    WHOLE,
+    Place,
+    contents,
+    first_part,
+)
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH
 from zero_tp.run.checkpoint.find import find_checkpoint
@@ -67,7 +78,9 @@ HEAVY = (BF16_ZERO3, BF16_UNPARTITIONED, OFFLOADED, THREE)
 FIRST = (UNEVEN_2,)
 SOURCES = [
     pytest.param(
-        source, id=source.name, marks=pytest.mark.heavy if source in HEAVY else () if source in FIRST else THOROUGH
+        source,
+        id=source.name,
+        marks=pytest.mark.heavy if source in HEAVY else () if source in FIRST else THOROUGH,
     )
     for source in PAIRS
 ]
@@ -88,7 +101,8 @@ def test_a_run_moves(ranks: Pools, tmp_path: Path, source: Place, seed: int) -> 
         assert restored.keys() == saved.keys()
         for key, tensor in saved.items():
             assert torch.equal(restored[key], tensor), f"{key} at {target.name}"
-        # A bf16 module computes with rounded weights: the masters fix its loss only up to that rounding.
+        # A bf16 module computes with rounded weights: the masters fix its loss only up to that
+        # rounding.
         exact = source.dtype == target.dtype == "fp32"
         for (loss, norm), (loss_before, norm_before) in zip(done, unmoved, strict=True):
             assert loss == pytest.approx(loss_before, rel=1e-5 if exact else 1e-2), target.name

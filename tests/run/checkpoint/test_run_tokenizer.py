@@ -1,4 +1,6 @@
-"""What reads a checkpoint or an export takes the tokenizer that its model was trained with, or no other."""
+"""What reads a checkpoint or an export takes the tokenizer that its model was trained with, or
+no other.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,18 @@ def saved(directory: Path, make: str) -> Path:
 def written(run: Path, tokenizer: Path, **options: Any) -> Path:
     """A run whose checkpoint records a tokenizer of the make `llama_3`."""
     write_checkpoint(
-        run, CONFIG, tokenizer=tokenizer, fingerprint=TokenizerFingerprint.of(MAKES["llama_3"]()), **options
+        run,
+        CONFIG,
+        tokenizer=tokenizer,
+        fingerprint=TokenizerFingerprint.of(MAKES["llama_3"]()),
+        **options,
     )
     return run
 
 
-def test_an_export_records_the_fingerprint_with_its_weights(tmp_path: Path, tokenizer: Path) -> None:
+def test_an_export_records_the_fingerprint_with_its_weights(
+    tmp_path: Path, tokenizer: Path
+) -> None:
     run, export = written(tmp_path / "run", tokenizer), tmp_path / "export"
     saved(export, "unigram")
     (export / "vocab.json").write_text("{}")
@@ -60,7 +68,8 @@ def test_an_export_records_the_fingerprint_with_its_weights(tmp_path: Path, toke
     for file_name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(saved(tmp_path / "other", "smollm") / file_name, export / file_name)
     with pytest.raises(
-        UserError, match=r"^the tokenizer .*/export differs from the one that .*/export was trained with"
+        UserError,
+        match=r"^the tokenizer .*/export differs from the one that .*/export was trained with",
     ):
         _ = open_directory(export).tokenizer
 
@@ -74,7 +83,10 @@ def test_weights_are_written_without_a_tokenizer_that_would_give_other_ids(
     CONFIG.save_pretrained(export)
     with pytest.raises(UserError) as refused:
         to_huggingface(run, export, overwrite=True)
-    written_without = f"{export}: written without a tokenizer, because transformers would open {tokenizer} with other"
+    written_without = (
+        f"{export}: written without a tokenizer, because transformers would open {tokenizer} with "
+        "other"
+    )
     assert str(refused.value).startswith(written_without) and "\n" not in str(refused.value)
     assert not [name for name in ID_FILES if (export / name).exists()]
     AutoModelForCausalLM.from_pretrained(export)
@@ -89,25 +101,35 @@ def test_a_run_and_its_data_move_together_or_apart(tmp_path: Path, tokenizer: Pa
     place.mkdir()
     for name in ("run", "data"):
         shutil.move(tmp_path / name, place / name)
-    assert os.path.samefile(open_directory(place / "run").tokenizer_path, place / "data" / "tokenizer")
+    assert os.path.samefile(
+        open_directory(place / "run").tokenizer_path, place / "data" / "tokenizer"
+    )
     with pytest.raises(UserError, match="no longer exists; give its new path with --tokenizer DIR"):
         open_directory(alone)
-    assert to_huggingface(alone, tmp_path / "export", tokenizer=place / "data" / "tokenizer").notes == ()
+    assert (
+        to_huggingface(alone, tmp_path / "export", tokenizer=place / "data" / "tokenizer").notes
+        == ()
+    )
     for make in ("bpe", "sentencepiece"):
         with pytest.raises(UserError) as refused:
             to_huggingface(alone, tmp_path / make, tokenizer=saved(tmp_path / f"of {make}", make))
         assert str(refused.value).count(" tokens (") == 4 and not (tmp_path / make).exists()
 
 
-def test_an_older_run_gets_a_note(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_run_gets_a_note(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     write_checkpoint(Path("run"), CONFIG, tokenizer=Path("data/tokenizer"), old=True)
     line = (
-        "run/checkpoints/step_00000001 has no fingerprint of its tokenizer, so data/tokenizer was not compared with it"
+        "run/checkpoints/step_00000001 has no fingerprint of its tokenizer, so data/tokenizer was "
+        "not compared with it"
     )
     assert open_directory(Path("run")).note == line
     assert to_huggingface(Path("run"), Path("export")).notes == (line,)
-    assert FINGERPRINT in Path("export/model.safetensors").read_bytes()[:8000].decode(errors="replace")
+    assert FINGERPRINT in Path("export/model.safetensors").read_bytes()[:8000].decode(
+        errors="replace"
+    )
     assert len(open_directory(Path("export")).tokenizer)
 
 

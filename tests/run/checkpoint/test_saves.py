@@ -1,4 +1,6 @@
-"""A save that fails costs one checkpoint and no training; one in the background holds its own step."""
+"""A save that fails costs one checkpoint and no training; one in the background holds its own
+step.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def no_directory(run: Path) -> Iterator[None]:
 
 
 def three_saves(path: str, run: str, full_rank: int | None) -> list[tuple[int, str] | None]:
-    """Return the outcomes of three saves. In the second, a rank's disk is full, or rank 0 (None) has no directory."""
+    """Return the outcomes of three saves. In the second, a rank's disk is full, or rank 0 (None)
+    has no directory.
+    """
     import torch.distributed as dist
 
     engine, saver = saver_of(path, run)
@@ -86,8 +90,14 @@ def test_a_failed_save_costs_one_checkpoint(
     path = write_changed(write_config(tmp_path / "run.json", 2, "bf16", 1), async_=background)
     run = tmp_path / "run"
     temporary = checkpoints_directory(run) / TEMPORARY
-    words = f"Not a directory ({temporary})" if full_rank is None else f"rank {full_rank}: File too large ("
-    for first, second, third in ranks(2).run(three_saves, str(path), str(run), full_rank, timeout=60):
+    words = (
+        f"Not a directory ({temporary})"
+        if full_rank is None
+        else f"rank {full_rank}: File too large ("
+    )
+    for first, second, third in ranks(2).run(
+        three_saves, str(path), str(run), full_rank, timeout=60
+    ):
         assert first == (1, "") and third == (3, "")
         assert second is not None and second[0] == 2 and second[1].startswith(words), second
     assert complete_steps(run) == [1, 3] and not temporary.exists()
@@ -96,7 +106,9 @@ def test_a_failed_save_costs_one_checkpoint(
 
 
 def taken_over(path: str, run: str, when: str) -> tuple[int, str]:
-    """(steps that are saved, the error of the second save), after another launch has taken the run over."""
+    """(steps that are saved, the error of the second save), after another launch has taken the
+    run over.
+    """
     import torch.distributed as dist
 
     from zero_tp.run.checkpoint import directory
@@ -132,7 +144,10 @@ def taken_over(path: str, run: str, when: str) -> tuple[int, str]:
 def test_a_run_that_was_taken_over_writes_nothing_more(
     ranks: Pools, tmp_path: Path, when: str, background: bool
 ) -> None:
-    path, run = write_changed(write_config(tmp_path / "run.json", 1, "fp32", 1), async_=background), tmp_path / "run"
+    path, run = (
+        write_changed(write_config(tmp_path / "run.json", 1, "fp32", 1), async_=background),
+        tmp_path / "run",
+    )
     for saved, error in ranks(2).run(taken_over, str(path), str(run), when):
         assert saved == 1 and error.startswith(f"{run}: another launch (process "), error
         assert error.endswith(") has taken the run over; this one writes nothing more")
@@ -140,11 +155,14 @@ def test_a_run_that_was_taken_over_writes_nothing_more(
     assert not list(checkpoints_directory(run).glob(f"{TEMPORARY}/*"))
 
 
-def saves_with_later_failures(path: str, run: str) -> list[tuple[tuple[int, str] | None, list[str]]]:
-    """Return (outcome, notes) of four saves; something after each checkpoint is complete fails in all but the first.
+def saves_with_later_failures(
+    path: str, run: str
+) -> list[tuple[tuple[int, str] | None, list[str]]]:
+    """Return (outcome, notes) of four saves; something after each checkpoint is complete fails in
+    all but the first.
 
-    At the second, the old checkpoint is busy. From the third on, `latest` is a directory. At the fourth, the disk
-    does not flush the new name.
+    At the second, the old checkpoint is busy. From the third on, `latest` is a directory. At the
+    fourth, the disk does not flush the new name.
     """
     import torch.distributed as dist
 
@@ -157,7 +175,9 @@ def saves_with_later_failures(path: str, run: str) -> list[tuple[tuple[int, str]
             raise OSError(5, "Input/output error")
         sync(synced, below=below)
 
-    busy = mock.patch.object(directory, "_remove", side_effect=OSError(16, "Device or resource busy", "step_00000001"))
+    busy = mock.patch.object(
+        directory, "_remove", side_effect=OSError(16, "Device or resource busy", "step_00000001")
+    )
     faults: dict[int, Any] = {2: busy, 4: mock.patch.object(directory, "sync", failing)}
     engine, saver = saver_of(path, run)
     results = []
@@ -173,11 +193,18 @@ def saves_with_later_failures(path: str, run: str) -> list[tuple[tuple[int, str]
     return results
 
 
-def test_a_checkpoint_that_is_complete_is_saved_whatever_fails_after(ranks: Pools, tmp_path: Path) -> None:
-    path, run = write_changed(write_config(tmp_path / "run.json", 1, "fp32", 1), keep=1), tmp_path / "run"
+def test_a_checkpoint_that_is_complete_is_saved_whatever_fails_after(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    path, run = (
+        write_changed(write_config(tmp_path / "run.json", 1, "fp32", 1), keep=1),
+        tmp_path / "run",
+    )
     first, other = ranks(2).run(saves_with_later_failures, str(path), str(run))
     assert (
-        [outcome for outcome, _ in first] == [outcome for outcome, _ in other] == [(step, "") for step in (1, 2, 3, 4)]
+        [outcome for outcome, _ in first]
+        == [outcome for outcome, _ in other]
+        == [(step, "") for step in (1, 2, 3, 4)]
     )
     checkpoints = checkpoints_directory(run)
     assert [notes for _, notes in first] == [
@@ -189,11 +216,17 @@ def test_a_checkpoint_that_is_complete_is_saved_whatever_fails_after(ranks: Pool
             f"older checkpoints could not be removed: Input/output error ({run})",
         ],
     ]
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_00000003", "step_00000004"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == [
+        "latest",
+        "step_00000003",
+        "step_00000004",
+    ]
 
 
 def trainers_full_disk(path: str, folder: str, full_rank: int) -> str:
-    """Return the error of saving a checkpoint of transformers' Trainer while a rank's disk is full."""
+    """Return the error of saving a checkpoint of transformers' Trainer while a rank's disk is
+    full.
+    """
     from zero_tp.base.errors import UserError
     from zero_tp.tools.trainer.checkpoints import save_states
 
@@ -211,12 +244,16 @@ def test_a_full_disk_leaves_nothing_of_trainers_checkpoint(ranks: Pools, tmp_pat
     path = write_config(tmp_path / "run.json", 1, "fp32", 1)
     for told in ranks(2).run(trainers_full_disk, str(path), str(tmp_path), 1):
         assert told.startswith(f"{tmp_path}: step 1 was not saved: rank 1: File too large (")
-    assert not complete_steps(tmp_path) and not (checkpoints_directory(tmp_path) / TEMPORARY).exists()
+    assert (
+        not complete_steps(tmp_path) and not (checkpoints_directory(tmp_path) / TEMPORARY).exists()
+    )
 
 
 @contextlib.contextmanager
 def slow_disk() -> Iterator[Callable[[], None]]:
-    """Let this process write a checkpoint's file only after the yielded function is called, or at the end."""
+    """Let this process write a checkpoint's file only after the yielded function is called, or
+    at the end.
+    """
     from zero_tp.run.checkpoint import save
 
     proceed, write = threading.Event(), save.write_tensors
@@ -255,9 +292,13 @@ def test_a_disk_that_hangs_ends_the_save_on_every_rank(ranks: Pools, tmp_path: P
     setting = r"zero_tp\.training\.timeout_minutes \(0\.05\), in a Trainer ddp_timeout"
     remedy = rf"in time; look at the disk of {run}, or raise {setting}"
     first, second = ranks(2).run(hanging, str(path), str(run), timeout=60)
-    assert re.fullmatch(rf"outcome: \(1, '.*saving step 1: rank 1 has not written {remedy}.*'\)", first), first
+    assert re.fullmatch(
+        rf"outcome: \(1, '.*saving step 1: rank 1 has not written {remedy}.*'\)", first
+    ), first
     hung = checkpoints_directory(run) / TEMPORARY / "[0-9a-f]{16}" / states_file(0, 1)
-    assert re.fullmatch(rf"error: saving step 1: writing {hung} has not ended {remedy}", second), second
+    assert re.fullmatch(rf"error: saving step 1: writing {hung} has not ended {remedy}", second), (
+        second
+    )
     assert complete_steps(run) == []
 
 
@@ -276,7 +317,9 @@ def in_the_background(path: str, run: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_save_in_the_background_holds_its_own_step(ranks: Pools, tmp_path: Path, stage: int) -> None:
+def test_a_save_in_the_background_holds_its_own_step(
+    ranks: Pools, tmp_path: Path, stage: int
+) -> None:
     path = write_changed(write_config(tmp_path / "run.json", stage, "fp32", 1), async_=True)
     results = ranks(2).run(in_the_background, str(path), str(tmp_path / "run"))
     for result in results:

@@ -1,4 +1,6 @@
-"""DeepSpeed's keys are ours: these tests fail when a new DeepSpeed reads other keys than we know."""
+"""DeepSpeed's keys are ours: these tests fail when a new DeepSpeed reads other keys than we
+know.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def keys_read(config: dict[str, Any]) -> Recorder:
 
 def test_top_level_keys() -> None:
     read = keys_read({"train_batch_size": 1}).asked
-    ours = {*ConfigFile.model_fields, *(key for key in keys.REFUSED_KEYS if "." not in key)} - {"zero_tp"}
+    ours = {*ConfigFile.model_fields, *(key for key in keys.REFUSED_KEYS if "." not in key)} - {
+        "zero_tp"
+    }
     assert read - ours == set(), "DeepSpeed reads keys that zero_tp does not know"
     # read by the engine or outside DeepSpeedConfig.__init__
     assert ours - read == {"sequence_parallel_size"}, "DeepSpeed no longer reads these"
@@ -115,7 +119,10 @@ def test_blocks_that_deepspeed_types_have_its_names_and_defaults(name: str) -> N
     assert ours.model_dump(exclude={"overlap_comm"}) == defaults
     for block in ("offload_param", "offload_optimizer") if name == ZERO else ():
         annotation = theirs.__class__.model_fields[block].annotation
-        deepspeeds, section = nested_model(annotation), nested_model(type(ours).model_fields[block].annotation)
+        deepspeeds, section = (
+            nested_model(annotation),
+            nested_model(type(ours).model_fields[block].annotation),
+        )
         assert deepspeeds is not None and section is not None
         assert section().model_dump() == deepspeeds().model_dump()
     for stage in (0, 1, 2, 3):
@@ -123,17 +130,27 @@ def test_blocks_that_deepspeed_types_have_its_names_and_defaults(name: str) -> N
 
 
 def test_the_loss_scale_is_checked_as_deepspeed_checks_it() -> None:
-    for values in ({"loss_scale_window": 0}, {"min_loss_scale": 0}, {"loss_scale": -1.0}, {"loss_scale": math.inf}):
+    for values in (
+        {"loss_scale_window": 0},
+        {"min_loss_scale": 0},
+        {"loss_scale": -1.0},
+        {"loss_scale": math.inf},
+    ):
         for model in (sections.FP16, DeepSpeedFP16Config):
             with pytest.raises(ValidationError):
                 model(**{"enabled": True, **values})
     assert sections.FP16(enabled=True, loss_scale=8.0, loss_scale_window=0).loss_scale_window == 0
-    assert DeepSpeedFP16Config(enabled=True, loss_scale=8.0, loss_scale_window=0).loss_scale_window == 0
+    assert (
+        DeepSpeedFP16Config(enabled=True, loss_scale=8.0, loss_scale_window=0).loss_scale_window
+        == 0
+    )
 
 
 def test_keys_that_deepspeed_has_removed_or_renamed_are_refused() -> None:
     fields = DeepSpeedZeroConfig.model_fields
-    old = {name for name, field in fields.items() if (field.json_schema_extra or {}).get("deprecated")}
+    old = {
+        name for name, field in fields.items() if (field.json_schema_extra or {}).get("deprecated")
+    }
     refused = {
         *ds._REMOVED_TOP_LEVEL_CONFIG_KEYS,
         *(f"zero_optimization.{key}" for key in ds._REMOVED_ZERO_CONFIG_KEYS),
@@ -160,7 +177,14 @@ CONSTRUCTORS: tuple[tuple[type[ConfigModel], Any], ...] = (
         for name, model in schedule.TRANSFORMERS_SCHEDULES.items()
     ),
 )
-BY_THE_ENGINE = {"params", "model_params", "adamw_mode", "optimizer", "last_batch_iteration", "last_epoch"}
+BY_THE_ENGINE = {
+    "params",
+    "model_params",
+    "adamw_mode",
+    "optimizer",
+    "last_batch_iteration",
+    "last_epoch",
+}
 REFUSED = {
     "torch": {"capturable", "differentiable"},
     "deepspeed": {"amsgrad"},
@@ -169,12 +193,17 @@ REFUSED = {
 """Arguments that a file can't give, by the library of the constructor."""
 
 
-NAMED = {schedule.WarmupDecayLR: {"warmup_max_lr"}, schedule.WarmupStableDecay: {"num_training_steps"}}
+NAMED = {
+    schedule.WarmupDecayLR: {"warmup_max_lr"},
+    schedule.WarmupStableDecay: {"num_training_steps"},
+}
 """Arguments that a file must give though they have defaults."""
 
 
 @pytest.mark.parametrize(("model", "constructor"), CONSTRUCTORS)
-def test_params_are_the_constructor_s_arguments_with_its_defaults(model: type[ConfigModel], constructor: Any) -> None:
+def test_params_are_the_constructor_s_arguments_with_its_defaults(
+    model: type[ConfigModel], constructor: Any
+) -> None:
     refused = BY_THE_ENGINE | REFUSED[constructor.__module__.partition(".")[0]]
     arguments = {
         name: parameter.default
@@ -186,7 +215,9 @@ def test_params_are_the_constructor_s_arguments_with_its_defaults(model: type[Co
     required = {name for name, default in arguments.items() if default is inspect.Parameter.empty}
     named = {"lr"} if "lr" in fields else NAMED.get(model, set())
     assert {name for name, field in fields.items() if field.is_required()} == required | named
-    same = arguments.keys() - required - named - {"weight_decay"} - CHOICE  # the engine gives its own weight_decay
+    same = (
+        arguments.keys() - required - named - {"weight_decay"} - CHOICE
+    )  # the engine gives its own weight_decay
     assert {name: fields[name].default for name in same} == {name: arguments[name] for name in same}
 
 
@@ -204,7 +235,9 @@ CHOICE = {"torch_adam", "adam_w_mode"}  # DeepSpeed chooses the class of an Adam
         ("sgd", False, True, optimizer.SGD),
     ],
 )
-def test_the_class_that_deepspeed_builds(name: str, torch_adam: bool, offload: bool, model: type[ConfigModel]) -> None:
+def test_the_class_that_deepspeed_builds(
+    name: str, torch_adam: bool, offload: bool, model: type[ConfigModel]
+) -> None:
     assert optimizer.params_model(name, torch_adam, offload) is model
 
 
@@ -222,9 +255,14 @@ CHOSEN: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("name", "given", "offload", "added"),
-    [("SGD", {"lr": 0.1}, "none", {}), *((name, *case) for name in ("Adam", "AdamW") for case in CHOSEN)],
+    [
+        ("SGD", {"lr": 0.1}, "none", {}),
+        *((name, *case) for name in ("Adam", "AdamW") for case in CHOSEN),
+    ],
 )
-def test_an_adam_needs_no_compiler(name: str, given: dict[str, Any], offload: str, added: dict[str, Any]) -> None:
+def test_an_adam_needs_no_compiler(
+    name: str, given: dict[str, Any], offload: str, added: dict[str, Any]
+) -> None:
     raw: dict[str, Any] = {
         "optimizer": {"type": name, "params": dict(given)},
         "zero_optimization": {"offload_optimizer": {"device": offload}},
@@ -246,7 +284,9 @@ def preset(path: Path) -> RunConfig:
 def test_presets_load_and_deepspeed_accepts_them(name: str) -> None:
     config = preset(find_config(name))
     given = config.engine_settings.written()
-    given["train_batch_size"] //= config.data_parallel  # without ranks, the parser counts one replica
+    given["train_batch_size"] //= (
+        config.data_parallel
+    )  # without ranks, the parser counts one replica
     parsed = ds.DeepSpeedConfig(given)
     assert parsed.train_micro_batch_size_per_gpu == config.micro_batch
     assert parsed.gradient_accumulation_steps == config.accumulation
@@ -255,10 +295,19 @@ def test_presets_load_and_deepspeed_accepts_them(name: str) -> None:
 
 
 def test_the_shorter_names_that_deepspeed_accepts_are_accepted(tmp_path: Path) -> None:
-    """All aliases of DeepSpeed's config, at every entry point; a key under both names is refused."""
-    aliases = {name: str(field.alias) for name, field in DeepSpeedZeroConfig.model_fields.items() if field.alias}
+    """All aliases of DeepSpeed's config, at every entry point; a key under both names is
+    refused.
+    """
+    aliases = {
+        name: str(field.alias)
+        for name, field in DeepSpeedZeroConfig.model_fields.items()
+        if field.alias
+    }
     assert aliases == keys.CURRENT_NAMES
-    base = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    base = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
     for name, alias in aliases.items():
         value = DeepSpeedZeroConfig.model_fields[name].default
         zero = {"stage": 3, name: value}
@@ -268,8 +317,16 @@ def test_the_shorter_names_that_deepspeed_accepts_are_accepted(tmp_path: Path) -
         assert getattr(checked.zero_optimization, alias) == value
         assert checked.written()[ZERO] == {"stage": 3, alias: value}
         assert settings == {**base, ZERO: zero}, "the caller's"
-        with pytest.raises(ConfigError, match=rf"{ZERO}\.{name}: is another name of {alias}, which is given too; keep"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"{ZERO}\.{name}: is another name of {alias}, which is given too; keep",
+        ):
             check_settings({**base, ZERO: {**zero, alias: value}}, Parallel(), EntryPoint.ENGINE)
-    config = {**changed({}), ZERO: {"stage": 3, "prefetch_bucket_size": "auto", "max_live_parameters": 7}}
+    config = {
+        **changed({}),
+        ZERO: {"stage": 3, "prefetch_bucket_size": "auto", "max_live_parameters": 7},
+    }
     values = RunConfig.load(written(tmp_path, config), world_size=2).engine_settings.written()[ZERO]
-    assert values["stage3_max_live_parameters"] == 7 and isinstance(values["stage3_prefetch_bucket_size"], int)
+    assert values["stage3_max_live_parameters"] == 7 and isinstance(
+        values["stage3_prefetch_bucket_size"], int
+    )

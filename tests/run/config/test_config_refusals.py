@@ -76,10 +76,19 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {**SGD, "optimizer.params": {"lr": 0.1, "nesterov": True}},
     {"optimizer.params": {"lr": 0.1, "foreach": True, "fused": True}},
     {"scheduler": {"type": "linear", "params": {"num_warmup_steps": 10, "num_training_steps": 9}}},
-    {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 101, "total_num_steps": 100}}},
+    {
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {"warmup_num_steps": 101, "total_num_steps": 100},
+        }
+    },
     {"scheduler": {"type": "polynomial", "params": {**LENGTHS, "lr_end": 1.0}}},
     {"scheduler": {"type": "cosine_with_min_lr", "params": {**LENGTHS, "min_lr": 1.0}}},
-    {"zero_tp.model": {"model_type": "bert"}, "zero_tp.objective": "masked", "zero_tp.evaluation.tasks": ["lambada"]},
+    {
+        "zero_tp.model": {"model_type": "bert"},
+        "zero_tp.objective": "masked",
+        "zero_tp.evaluation.tasks": ["lambada"],
+    },
     {"zero_tp.recompute": {"mode": "full", "layers": 3}},
     {"zero_tp.recompute": {"mode": "full", "every": 3}},
     {"zero_tp.recompute": {"mode": "full", "keep_micro_batches": 2}},
@@ -122,7 +131,11 @@ def typed(config: dict[str, Any], entry_point: EntryPoint = EntryPoint.RUN) -> C
 
 def texts(config: Combination, *, applies: bool = True) -> set[tuple[str, str]]:
     """The key and the text of each refusal that is true of a config, or of each one."""
-    return {(rule.keys, rule.reason) for rule in rules(config) if rule.kind == "refused" and rule.applies >= applies}
+    return {
+        (rule.keys, rule.reason)
+        for rule in rules(config)
+        if rule.kind == "refused" and rule.applies >= applies
+    }
 
 
 def refused_texts(changes: dict[str, Any]) -> set[tuple[str, str]]:
@@ -139,7 +152,9 @@ def refused_texts(changes: dict[str, Any]) -> set[tuple[str, str]]:
 def keys_of(changes: dict[str, Any]) -> set[str]:
     """The dotted keys of changes, some of which are objects."""
     return {
-        key for path, value in changes.items() for key in (path, *(f"{path}.{inner}" for inner, _ in leaves(value)))
+        key
+        for path, value in changes.items()
+        for key in (path, *(f"{path}.{inner}" for inner, _ in leaves(value)))
     }
 
 
@@ -152,13 +167,19 @@ IN_TRAINER: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("changes", REFUSED, ids=str)
-def test_a_refused_combination_is_named_with_its_reason(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_refused_combination_is_named_with_its_reason(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
     found = line(changes, tmp_path)
-    assert any(found.startswith(f"{key}: refused {text}") for key, text in refused_texts(changes)), found
+    assert any(
+        found.startswith(f"{key}: refused {text}") for key, text in refused_texts(changes)
+    ), found
 
 
 @pytest.mark.parametrize("entry_point", [EntryPoint.ENGINE, EntryPoint.TRAINER])
-def test_other_doors_refuse_what_a_file_is_refused_for(entry_point: EntryPoint, tmp_path: Path) -> None:
+def test_other_doors_refuse_what_a_file_is_refused_for(
+    entry_point: EntryPoint, tmp_path: Path
+) -> None:
     """In the same words, but for what is refused in a Trainer alone."""
     compared = 0
     for changes in REFUSED:
@@ -181,24 +202,39 @@ def test_the_engine_refuses_before_it_builds(monkeypatch: pytest.MonkeyPatch) ->
     """And `optimizer.type` as the command line does: Muon would train on shards."""
     from zero_tp.engine.engine import TrainingEngine
 
-    monkeypatch.setattr("zero_tp.engine.engine.zero_engine", lambda *_: pytest.fail("the engine is built"))
+    monkeypatch.setattr(
+        "zero_tp.engine.engine.zero_engine", lambda *_: pytest.fail("the engine is built")
+    )
     settings = {"train_batch_size": 1, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
-    with pytest.raises(ConfigError, match=r'^optimizer\.type: "Muon" is refused: it orthogonalises a whole matrix'):
+    with pytest.raises(
+        ConfigError, match=r'^optimizer\.type: "Muon" is refused: it orthogonalises a whole matrix'
+    ):
         TrainingEngine.from_dict(LlamaConfig(), Topology(world=1), settings, seed=1)
-    with pytest.raises(ConfigError, match=r"^gradient_acumulation_steps: unknown key; did you mean"):
-        TrainingEngine.from_dict(LlamaConfig(), Topology(world=1), {"gradient_acumulation_steps": 2}, seed=1)
+    with pytest.raises(
+        ConfigError, match=r"^gradient_acumulation_steps: unknown key; did you mean"
+    ):
+        TrainingEngine.from_dict(
+            LlamaConfig(), Topology(world=1), {"gradient_acumulation_steps": 2}, seed=1
+        )
     settings["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
     for name in ("layers", "every"):
         policy = RecomputePolicy(mode="full", **{name: 33})
-        with pytest.raises(ConfigError, match=rf"^zero_tp\.recompute\.{name}: refused above the model's layers"):
-            TrainingEngine.from_dict(LlamaConfig(), Topology(world=1), settings, seed=1, recompute=policy)
+        with pytest.raises(
+            ConfigError, match=rf"^zero_tp\.recompute\.{name}: refused above the model's layers"
+        ):
+            TrainingEngine.from_dict(
+                LlamaConfig(), Topology(world=1), settings, seed=1, recompute=policy
+            )
 
 
 def test_every_refusal_has_a_config_here_and_the_right_config_has_none() -> None:
     every = texts(typed(RIGHT | {"scheduler": {"type": "WarmupLR"}}), applies=False)
-    every |= {(key, f"unless it is {shown(value)}: {reason}") for key, (value, reason) in FIXED.items()}
+    every |= {
+        (key, f"unless it is {shown(value)}: {reason}") for key, (value, reason) in FIXED.items()
+    }
     in_trainer = [
-        texts(typed({"train_batch_size": 1, key: block}, EntryPoint.TRAINER)) for key, block in IN_TRAINER.items()
+        texts(typed({"train_batch_size": 1, key: block}, EntryPoint.TRAINER))
+        for key, block in IN_TRAINER.items()
     ]
     assert refused_texts({}) == set()
     assert set().union(*in_trainer, *map(refused_texts, REFUSED)) == every
@@ -217,7 +253,11 @@ def test_refused_optimizers(name: str, tmp_path: Path) -> None:
 
 def test_an_optimizer_of_a_trainer_s_own_may_be_untested() -> None:
     """transformers then sets the key itself: a note that it has no effect would be wrong."""
-    config = {"train_batch_size": 1, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+    config = {
+        "train_batch_size": 1,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+    }
     assert not notes(check_settings(config, Parallel(), EntryPoint.TRAINER), "no effect")
 
 
@@ -228,12 +268,30 @@ MODEL, OBJECTIVE = "zero_tp.model", "zero_tp.objective"
     ("changes", "line"),
     [
         ({"optimizer.params.lr": 1e300}, "optimizer.params.lr: 1e+300 is beyond 2^53"),
-        ({"zero_tp.training.steps": 10**30}, "zero_tp.training.steps: 1000000000000000000000000000000 is beyond 2^53"),
-        ({"zero_tp.data.train": {"a": -(10.0**200)}}, "zero_tp.data.train.a: -1e+200 is beyond 2^53"),
-        ({f"{MODEL}.vocab_size": 2**53}, f"{MODEL}.vocab_size: 9007199254740992 is more than 2147483647: sizes and"),
-        ({f"{MODEL}.n_layer": 2**31}, f"{MODEL}.n_layer: 2147483648 is more than 10000: each one is built separately"),
-        ({f"{MODEL}.vocab_size": 2**31 - 1, f"{MODEL}.n_embd": 2**20}, f"{MODEL}.hidden_size: a matrix of 2147483647"),
-        ({"train_micro_batch_size_per_gpu": 2**31}, "train_micro_batch_size_per_gpu: 2147483648: must be less than"),
+        (
+            {"zero_tp.training.steps": 10**30},
+            "zero_tp.training.steps: 1000000000000000000000000000000 is beyond 2^53",
+        ),
+        (
+            {"zero_tp.data.train": {"a": -(10.0**200)}},
+            "zero_tp.data.train.a: -1e+200 is beyond 2^53",
+        ),
+        (
+            {f"{MODEL}.vocab_size": 2**53},
+            f"{MODEL}.vocab_size: 9007199254740992 is more than 2147483647: sizes and",
+        ),
+        (
+            {f"{MODEL}.n_layer": 2**31},
+            f"{MODEL}.n_layer: 2147483648 is more than 10000: each one is built separately",
+        ),
+        (
+            {f"{MODEL}.vocab_size": 2**31 - 1, f"{MODEL}.n_embd": 2**20},
+            f"{MODEL}.hidden_size: a matrix of 2147483647",
+        ),
+        (
+            {"train_micro_batch_size_per_gpu": 2**31},
+            "train_micro_batch_size_per_gpu: 2147483648: must be less than",
+        ),
         (
             {"zero_tp.training.timeout_minutes": 1e9},
             "zero_tp.training.timeout_minutes: 1000000000.0: must be less than or",
@@ -247,10 +305,15 @@ MODEL, OBJECTIVE = "zero_tp.model", "zero_tp.objective"
             f"{OBJECTIVE}.max_ngram: 1000000000: must be less than or",
         ),
         ({"zero_tp.tokenizer": "a\0b"}, 'zero_tp.tokenizer: "a\\u0000b" has a NUL character'),
-        ({"zero_tp.data.train": {"a\0b": 1.0}}, 'zero_tp.data.train: "a\\u0000b" has a NUL character'),
+        (
+            {"zero_tp.data.train": {"a\0b": 1.0}},
+            'zero_tp.data.train: "a\\u0000b" has a NUL character',
+        ),
     ],
 )
-def test_numbers_beyond_reason_are_refused(changes: dict[str, Any], line: str, tmp_path: Path) -> None:
+def test_numbers_beyond_reason_are_refused(
+    changes: dict[str, Any], line: str, tmp_path: Path
+) -> None:
     config = changed({**changes, "train_batch_size": None})
     del config["train_batch_size"]
     with pytest.raises(ConfigError) as caught:
@@ -258,7 +321,9 @@ def test_numbers_beyond_reason_are_refused(changes: dict[str, Any], line: str, t
     assert str(caught.value).startswith(line), caught.value
 
 
-@pytest.mark.parametrize(("world", "problem"), [(0, "0 is not positive"), (10**30, f"{10**30} is too many ranks")])
+@pytest.mark.parametrize(
+    ("world", "problem"), [(0, "0 is not positive"), (10**30, f"{10**30} is too many ranks")]
+)
 def test_wrong_world_sizes(world: int, problem: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"^world size: {problem}"):
         RunConfig.load(written(tmp_path), world_size=world)
@@ -270,23 +335,48 @@ def test_wrong_world_sizes(world: int, problem: str, tmp_path: Path) -> None:
         ({"zero_tp.evaluation": {"interval": 5}}, "zero_tp.evaluation.interval"),
         ({"zero_tp.evaluation": {"batches": 5}}, "zero_tp.evaluation.batches"),
         ({"zero_tp.evaluation": {"task_limit": 5}}, "zero_tp.evaluation.task_limit"),
-        ({"zero_tp.evaluation": {"task_include_path": "x"}}, "zero_tp.evaluation.task_include_path"),
-        ({"zero_tp.evaluation": {"task_data": {"lambada": "x"}}}, "zero_tp.evaluation.task_data.lambada"),
-        ({"zero_tp.evaluation": {"interval": 5, "tasks": ["a"], "task_data": {"a": "x"}, "task_limit": 3}}, None),
-        ({"zero_tp.evaluation": {"interval": 5, "batches": 2}, "zero_tp.data.validation": "v"}, None),
+        (
+            {"zero_tp.evaluation": {"task_include_path": "x"}},
+            "zero_tp.evaluation.task_include_path",
+        ),
+        (
+            {"zero_tp.evaluation": {"task_data": {"lambada": "x"}}},
+            "zero_tp.evaluation.task_data.lambada",
+        ),
+        (
+            {
+                "zero_tp.evaluation": {
+                    "interval": 5,
+                    "tasks": ["a"],
+                    "task_data": {"a": "x"},
+                    "task_limit": 3,
+                }
+            },
+            None,
+        ),
+        (
+            {"zero_tp.evaluation": {"interval": 5, "batches": 2}, "zero_tp.data.validation": "v"},
+            None,
+        ),
         ({}, None),
     ],
 )
-def test_what_has_no_effect_is_said(changes: dict[str, Any], key: str | None, tmp_path: Path) -> None:
+def test_what_has_no_effect_is_said(
+    changes: dict[str, Any], key: str | None, tmp_path: Path
+) -> None:
     config = RunConfig.load(written(tmp_path, changed(changes)))
     said = [line.partition(": ")[0] for line in config.without_effect()]
     assert said == ([key] if key else [])
-    assert [line.split()[2] for line in describe(config, tmp_path).splitlines() if line.startswith("no effect")] == [
-        f"{each}:" for each in said
-    ]
+    assert [
+        line.split()[2]
+        for line in describe(config, tmp_path).splitlines()
+        if line.startswith("no effect")
+    ] == [f"{each}:" for each in said]
 
 
-def test_what_a_run_reads_and_is_absent_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_run_reads_and_is_absent_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)  # a checkout in which the quickstart ran has its data
     changes = {"zero_tp.data.validation": str(tmp_path / "v"), "zero_tp.tokenizer": str(tmp_path)}
     path = written(tmp_path, changed(changes))
@@ -296,7 +386,9 @@ def test_what_a_run_reads_and_is_absent_is_said(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_check_asks_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative path of two parts that is not here may be a name there: a run asks, a check or a plan does not."""
+    """A relative path of two parts that is not here may be a name there: a run asks, a check or
+    a plan does not.
+    """
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("the hub was asked")
@@ -305,13 +397,24 @@ def test_a_check_asks_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub._snapshot_download.HfApi.repo_info", never)
     path = written(tmp_path, changed({"zero_tp.tokenizer": "data/tokenizer"}))
-    notes = [line for line in describe(RunConfig.load(path), tmp_path).splitlines() if "tokenizer" in line]
-    assert notes == ["not here   data/tokenizer, which a run needs and asks the Hugging Face hub for"]
-    with pytest.raises(ConfigError, match=r"^zero_tp.tokenizer: no directory data/tokenizer, .* \(the hub was asked\)"):
+    notes = [
+        line
+        for line in describe(RunConfig.load(path), tmp_path).splitlines()
+        if "tokenizer" in line
+    ]
+    assert notes == [
+        "not here   data/tokenizer, which a run needs and asks the Hugging Face hub for"
+    ]
+    with pytest.raises(
+        ConfigError,
+        match=r"^zero_tp.tokenizer: no directory data/tokenizer, .* \(the hub was asked\)",
+    ):
         RunConfig.load(path).with_pinned_tokenizer()
 
 
-def refusal_of(tmp_path: Path, place: tuple[Any, ...], value: Any, base: dict[str, Any] = BASE) -> str:
+def refusal_of(
+    tmp_path: Path, place: tuple[Any, ...], value: Any, base: dict[str, Any] = BASE
+) -> str:
     """What a config is refused with that has this value there; "" where it is accepted."""
     config = copy.deepcopy(base)
     at(config, place[:-1])[place[-1]] = copy.deepcopy(value)

@@ -51,9 +51,16 @@ def test_auto_is_valid_where_the_run_decides_and_nowhere_else() -> None:
     for path in AUTO:
         name, config = path.rpartition(".")[2], changed({path: "auto"})
         if path.startswith("scheduler.params."):
-            kind = next(kind for kind, schedule in SCHEDULES.items() if name in schedule.model_fields)
-            needed = {field for field, info in SCHEDULES[kind].model_fields.items() if info.is_required()}
-            config["scheduler"] = {"type": kind, "params": dict.fromkeys(needed, 1) | {name: "auto"}}
+            kind = next(
+                kind for kind, schedule in SCHEDULES.items() if name in schedule.model_fields
+            )
+            needed = {
+                field for field, info in SCHEDULES[kind].model_fields.items() if info.is_required()
+            }
+            config["scheduler"] = {
+                "type": kind,
+                "params": dict.fromkeys(needed, 1) | {name: "auto"},
+            }
         assert not problems(config), path
     assert problems(changed({"zero_tp.training.steps": "auto"}))
 
@@ -61,10 +68,19 @@ def test_auto_is_valid_where_the_run_decides_and_nowhere_else() -> None:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("optimizer", {"type": "adamw", "params": {"lr": 1, "torch_adam": False, "bias_correction": True}}),
+        (
+            "optimizer",
+            {"type": "adamw", "params": {"lr": 1, "torch_adam": False, "bias_correction": True}},
+        ),
         ("optimizer", {"type": "SGD", "params": {"lr": 1, "momentum": 0.9}}),
         ("optimizer.type", "ADAMW"),
-        ("scheduler", {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_momentum": False}}),
+        (
+            "scheduler",
+            {
+                "type": "OneCycle",
+                "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_momentum": False},
+            },
+        ),
         ("zero_optimization.reduce_bucket_size", 5e8),
         ("zero_optimization.offload_optimizer", {"device": "cpu", "pin_memory": True}),
         ("zero_tp.data.train", {"a": 1, "b": 0.5}),
@@ -76,7 +92,9 @@ def test_what_runs_may_say_is_valid(path: str, value: Any) -> None:
 
 
 def test_a_mistake_of_one_key_is_not_valid() -> None:
-    """All but those that are about several keys, the run's sizes, files, or the values of a model's fields."""
+    """All but those that are about several keys, the run's sizes, files, or the values of a
+    model's fields.
+    """
     unseen = {mistake.key for mistake in MISTAKES if not problems(mistake.config())}
     assert {key for key in unseen if not key.startswith("zero_tp.model.")} == SUMS_AND_COMBINATIONS
     assert sum(bool(problems(mistake.config())) for mistake in MISTAKES) > 30
@@ -98,5 +116,7 @@ def test_a_mistake_of_one_key_is_not_valid() -> None:
     ],
 )
 def test_a_mistake_is_reported_at_its_key_alone(path: str, value: Any, place: str) -> None:
-    """What `params` and a model hold depends on their types; an error names the place, and no other type's keys."""
+    """What `params` and a model hold depends on their types; an error names the place, and no
+    other type's keys.
+    """
     assert [problem.partition(": ")[0] for problem in problems(changed({path: value}))] == [place]

@@ -1,4 +1,6 @@
-"""A run for each key that acts, beyond the parity matrix: more keys in its cells, and other optimizers."""
+"""A run for each key that acts, beyond the parity matrix: more keys in its cells, and other
+optimizers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ CLIP, STEPS = 0.3, 4
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", CELLS)
-def test_a_cell_with_more_keys_trains_the_plain_model(ranks: Pools, run_seed: int, tmp_path: Path, name: str) -> None:
+def test_a_cell_with_more_keys_trains_the_plain_model(
+    ranks: Pools, run_seed: int, tmp_path: Path, name: str
+) -> None:
     cell, changes = CELLS[name]
     config = with_changes(matrix.config_of(cell, run_seed), changes)
     (tmp_path / "run.json").write_text(json.dumps(config))
@@ -41,7 +45,9 @@ def plain(kind: str, params: dict[str, Any]) -> tuple[list[float], list[float], 
     model = reference_model()
     l2 = kind == "Adam" and not params["adam_w_mode"]
     name = {"Adam": "Adam" if l2 else "AdamW"}.get(kind, kind)
-    options = {key: value for key, value in params.items() if key not in ("adam_w_mode", "weight_decay")}
+    options = {
+        key: value for key, value in params.items() if key not in ("adam_w_mode", "weight_decay")
+    }
     decay = params.get("weight_decay", 0.0)
     groups = [
         {"params": [each for each in model.parameters() if each.ndim >= 2], "weight_decay": decay},
@@ -70,7 +76,10 @@ def parallel(
     engine = build(
         topology,
         stage,
-        zero_optimization={"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if offloaded else {})},
+        zero_optimization={
+            "stage": stage,
+            **({"offload_optimizer": {"device": "cpu"}} if offloaded else {}),
+        },
         optimizer={"type": kind, "params": {**params, **torch_adam}},
         gradient_clipping=CLIP,
         zero_allow_untested_optimizer=True,
@@ -78,7 +87,9 @@ def parallel(
     losses, norms = [], []
     for step in range(STEPS):
         own = tokens_of_step(step).chunk(topology.data)[topology.data_rank]
-        losses.append(engine.train_step([(part, next_tokens(part)) for part in own.chunk(ACCUMULATION)]))
+        losses.append(
+            engine.train_step([(part, next_tokens(part)) for part in own.chunk(ACCUMULATION)])
+        )
         norms.append(engine.gradient_norm)
     return losses, norms, optimizer_tensors(engine)
 
@@ -88,7 +99,9 @@ def parallel(
 def test_an_optimizer_on_shards_is_the_plain_one(ranks: Pools, name: str) -> None:
     stage, kind, params = OPTIMIZED[name]
     losses, norms, weights = plain(kind, params)
-    assert min(norms) > CLIP and not math.isclose(losses[0], losses[-1], rel_tol=1e-3), "nothing is clipped or trained"
+    assert min(norms) > CLIP and not math.isclose(losses[0], losses[-1], rel_tol=1e-3), (
+        "nothing is clipped or trained"
+    )
     for found in ranks(4).run(parallel, stage, kind, params, "offloaded" in name):
         assert found[0] == pytest.approx(losses, rel=1e-5)
         assert found[1] == pytest.approx(norms, rel=1e-4)

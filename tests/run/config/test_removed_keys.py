@@ -1,4 +1,6 @@
-"""A removed key: its default is accepted with a note wherever a config is read, another value is refused."""
+"""A removed key: its default is accepted with a note wherever a config is read, another value is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -77,13 +79,17 @@ def test_a_checkpoint_of_an_earlier_version(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     assert open_directory(run, tokenizer=tmp_path).note == line
     config = RunConfig.load(written(tmp_path), (), WORLD_SIZE)
-    assert not any("fused" in change for change in differences(read_manifest(checkpoint), config, {}))
+    assert not any(
+        "fused" in change for change in differences(read_manifest(checkpoint), config, {})
+    )
 
     with rewritten(checkpoint) as manifest:
         manifest["config"] = with_key(True)
     with pytest.raises(UserError) as caught:
         read_manifest(checkpoint)
     assert not isinstance(caught.value, Damaged), "on_corrupt does not set it aside"
-    assert f"{KEY}: true, but this key was removed; with the version that wrote it" in str(caught.value)
+    assert f"{KEY}: true, but this key was removed; with the version that wrote it" in str(
+        caught.value
+    )
     done = script("launch/convert.py", tmp_path, "to-hf", "run", "--output", "again")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr

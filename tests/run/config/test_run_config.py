@@ -34,13 +34,23 @@ def test_sequence_parallelism_follows_tensor_unless_given(tmp_path: Path) -> Non
 
 def test_deepspeed_gets_whole_batch_sizes_and_no_block_of_ours(tmp_path: Path) -> None:
     config = RunConfig.load(written(tmp_path), world_size=8)
-    assert (config.data_parallel, config.micro_batch, config.accumulation, config.global_batch) == (4, 4, 2, 32)
+    assert (config.data_parallel, config.micro_batch, config.accumulation, config.global_batch) == (
+        4,
+        4,
+        2,
+        32,
+    )
     given_to_deepspeed = config.engine_settings.written()
     assert given_to_deepspeed["train_batch_size"] == 32 and "zero_tp" not in given_to_deepspeed
     assert given_to_deepspeed["scheduler"]["params"]["total_num_steps"] == 101
     given_to_deepspeed["optimizer"]["params"].clear()
     assert config.engine_settings.written()["optimizer"]["params"]["lr"] == 3e-4
-    assert (config.zero_stage, config.dtype, config.name, config.world_size) == (2, "bf16", "run", 8)
+    assert (config.zero_stage, config.dtype, config.name, config.world_size) == (
+        2,
+        "bf16",
+        "run",
+        8,
+    )
 
 
 def test_a_config_goes_to_other_processes(tmp_path: Path) -> None:
@@ -61,15 +71,29 @@ def test_strings_instead_of_numbers_are_named_in_the_order_of_the_file() -> None
 
 
 def test_a_model_from_a_directory(tmp_path: Path) -> None:
-    model = {"model_type": "gpt2", "n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 64, "vocab_size": 61}
+    model = {
+        "model_type": "gpt2",
+        "n_layer": 3,
+        "n_embd": 32,
+        "n_head": 4,
+        "n_positions": 64,
+        "vocab_size": 61,
+    }
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**model, "attn_pdrop": 0.2, "eos_token_id": 3}))
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps({**model, "attn_pdrop": 0.2, "eos_token_id": 3})
+    )
     raw = changed(zero_tp__data__sequence_length=64)
     raw["zero_tp"]["model"] = {"from_pretrained": str(tmp_path / "model"), "resid_pdrop": 0.0}
     config = RunConfig.load(written(tmp_path, raw), world_size=4)
     found = config.hf_config()
     assert config.pretrained == tmp_path / "model"
-    assert (found.n_layer, found.vocab_size, found.eos_token_id, found.bos_token_id) == (3, 61, 3, None)
+    assert (found.n_layer, found.vocab_size, found.eos_token_id, found.bos_token_id) == (
+        3,
+        61,
+        3,
+        None,
+    )
     assert (found.attn_pdrop, found.resid_pdrop, found.embd_pdrop) == (0.2, 0.0, 0.1)
     again = RunConfig.load(written(tmp_path, config.resolved(), "config.json"), world_size=4)
     assert again.resolved() == config.resolved()
@@ -79,19 +103,27 @@ def test_a_model_from_a_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sequence_length: 65 tokens.*use another model"):
         RunConfig.load(written(tmp_path, raw), world_size=4)
     raw["zero_tp"]["model"]["attn_pdrop"] = 2.0
-    with pytest.raises(ConfigError, match=r"^zero_tp\.model\.attn_pdrop: 2\.0 is not a probability"):
+    with pytest.raises(
+        ConfigError, match=r"^zero_tp\.model\.attn_pdrop: 2\.0 is not a probability"
+    ):
         RunConfig.load(written(tmp_path, raw), world_size=4)
 
 
 def test_a_scheduler_that_says_only_its_type_can_start(tmp_path: Path) -> None:
-    config = RunConfig.load(written(tmp_path, changed(scheduler={"type": "WarmupLR"})), world_size=4)
+    config = RunConfig.load(
+        written(tmp_path, changed(scheduler={"type": "WarmupLR"})), world_size=4
+    )
     assert config.engine_settings.written()["scheduler"] == {"type": "WarmupLR", "params": {}}
 
 
 def test_an_integer_may_have_an_exponent(tmp_path: Path) -> None:
     """DeepSpeed's own constructor refuses a float."""
-    config = RunConfig.load(written(tmp_path), ["scheduler.params.warmup_num_steps=1e1"], world_size=4)
-    assert isinstance(config.engine_settings.written()["scheduler"]["params"]["warmup_num_steps"], int)
+    config = RunConfig.load(
+        written(tmp_path), ["scheduler.params.warmup_num_steps=1e1"], world_size=4
+    )
+    assert isinstance(
+        config.engine_settings.written()["scheduler"]["params"]["warmup_num_steps"], int
+    )
     assert "lr 9.03e-05 at step 1" in describe(config, tmp_path)
 
 
@@ -116,7 +148,10 @@ def test_an_integer_may_have_an_exponent(tmp_path: Path) -> None:
         ('zero_tp.recompute={"mode": "full", "layers": 2, "every": 2}', "both choose the layers"),
         ('zero_tp.recompute={"mode": "full", "modules": ["norm"]}', "chooses the parts of a layer"),
         *(
-            (f'zero_tp.recompute={{"mode": "none", "{name}": 1}}', f'"{name}" narrows what is recomputed')
+            (
+                f'zero_tp.recompute={{"mode": "none", "{name}": 1}}',
+                f'"{name}" narrows what is recomputed',
+            )
             for name in ("layers", "every", "keep_micro_batches")
         ),
     ],
@@ -145,14 +180,31 @@ def test_the_hugging_face_config_drops_default_ids_outside_the_vocabulary(tmp_pa
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 2**40) | st.floats() | st.sampled_from(["", "auto", "cpu", "x"]),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["", "a", "stage", "type"]), inner),
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 2**40)
+    | st.floats()
+    | st.sampled_from(["", "auto", "cpu", "x"]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["", "a", "stage", "type"]), inner)
+    ),
     max_leaves=3,
 )
 PATHS = sorted(
     {path for mistake in MISTAKES for path in mistake.changes}
-    | {"optimizer.params", "scheduler", "scheduler.params", "zero_tp.model", "zero_tp.data", "zero_tp.parallel"}
-    | {f"zero_tp.model.{key}" for key in ("vocab_size", "n_inner", "eos_token_id", "n_positions", "hidden_size")}
+    | {
+        "optimizer.params",
+        "scheduler",
+        "scheduler.params",
+        "zero_tp.model",
+        "zero_tp.data",
+        "zero_tp.parallel",
+    }
+    | {
+        f"zero_tp.model.{key}"
+        for key in ("vocab_size", "n_inner", "eos_token_id", "n_positions", "hidden_size")
+    }
     | set(nested_names(ConfigFile))
 )
 
@@ -161,7 +213,9 @@ PATHS = sorted(
 @example("zero_tp", {}, "zero_optimization.leaf_module.classes", ["", ""])
 @example("train_batch_size", {"": "auto"}, "activation_checkpointing", None)
 @settings(max_examples=100, deadline=None)
-def test_nothing_but_a_config_error_stops_a_config(path: str, value: object, other: str, other_value: object) -> None:
+def test_nothing_but_a_config_error_stops_a_config(
+    path: str, value: object, other: str, other_value: object
+) -> None:
     def change(config: Any, path: str, value: object) -> None:
         *blocks, name = path.split(".")
         for part in blocks:

@@ -1,4 +1,6 @@
-"""Shipped configs of memory savings, fp16 and a stable learning rate train as the same file without them does."""
+"""Shipped configs of memory savings, fp16 and a stable learning rate train as the same file
+without them does.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,31 @@ from tests.tiers import in_tiers
 
 ROOT = Path(__file__).resolve().parents[3]
 GPT2 = (
-    *("zero_tp.model.n_layer=2", "zero_tp.model.n_embd=64", "zero_tp.model.n_head=4", "zero_tp.model.vocab_size=211"),
+    *(
+        "zero_tp.model.n_layer=2",
+        "zero_tp.model.n_embd=64",
+        "zero_tp.model.n_head=4",
+        "zero_tp.model.vocab_size=211",
+    ),
     *("zero_tp.model.resid_pdrop=0", "zero_tp.model.embd_pdrop=0", "zero_tp.model.attn_pdrop=0"),
 )
 LLAMA = (
-    *("zero_tp.model.num_hidden_layers=2", "zero_tp.model.hidden_size=64", "zero_tp.model.intermediate_size=96"),
-    *("zero_tp.model.num_attention_heads=4", "zero_tp.model.num_key_value_heads=2", "zero_tp.model.vocab_size=211"),
+    *(
+        "zero_tp.model.num_hidden_layers=2",
+        "zero_tp.model.hidden_size=64",
+        "zero_tp.model.intermediate_size=96",
+    ),
+    *(
+        "zero_tp.model.num_attention_heads=4",
+        "zero_tp.model.num_key_value_heads=2",
+        "zero_tp.model.vocab_size=211",
+    ),
 )
-SMALL = ("train_batch_size=8", "train_micro_batch_size_per_gpu=2", "zero_tp.data.sequence_length=32")
+SMALL = (
+    "train_batch_size=8",
+    "train_micro_batch_size_per_gpu=2",
+    "zero_tp.data.sequence_length=32",
+)
 FP32 = "bf16.enabled=false"
 CHECKPOINTING = ("zero_tp.recompute=none", "activation_checkpointing={}")
 
@@ -45,7 +64,8 @@ CASES = {
     # fp16 keeps 11 bits of each product; two steps at the warm-up's rates hardly move the weights.
     "gpt2_124m_fp16": Case(GPT2, ("fp16.enabled=false",), 2e-3),
     "llama_135m_wsd": Case(
-        (*LLAMA, FP32), ('scheduler={"type": "constant_with_warmup", "params": {"num_warmup_steps": 1000}}',)
+        (*LLAMA, FP32),
+        ('scheduler={"type": "constant_with_warmup", "params": {"num_warmup_steps": 1000}}',),
     ),
 }
 
@@ -69,7 +89,12 @@ def two_steps(name: str, changes: tuple[str, ...]) -> list[tuple[float, float, f
         draw = torch.Generator().manual_seed(1)
         steps = []
         for _ in range(2):
-            rows = torch.randint(0, 211, (config.global_batch, config.zero_tp.data.sequence_length + 1), generator=draw)
+            rows = torch.randint(
+                0,
+                211,
+                (config.global_batch, config.zero_tp.data.sequence_length + 1),
+                generator=draw,
+            )
             own = rows.chunk(topology.data)[topology.data_rank].split(config.micro_batch)
             rate = engine.learning_rate
             loss = engine.train_step([(part[:, :-1], part[:, 1:]) for part in own])
@@ -81,7 +106,8 @@ def two_steps(name: str, changes: tuple[str, ...]) -> list[tuple[float, float, f
 def test_a_shipped_config_trains_as_the_plain_one_does(ranks: Pools, name: str) -> None:
     case = CASES[name]
     (trained, *_), (plain, *_) = (
-        ranks(4).run(two_steps, name, changes) for changes in (case.changes, (*case.changes, *case.plain))
+        ranks(4).run(two_steps, name, changes)
+        for changes in (case.changes, (*case.changes, *case.plain))
     )
     assert len(trained) == 2 and all(rate > 0 and norm > 0 for _, norm, rate in trained)
     for mine, other in zip(trained, plain, strict=True):

@@ -23,12 +23,18 @@ class Run:
         self.directory, self.log = workplace / "runs" / name, workplace / f"{name}.log"
         settings += ("zero_tp.training.steps=100000", "zero_tp.checkpoint.interval=null")
         settings += ("scheduler.params.total_num_steps=1000", "zero_tp.evaluation.interval=null")
-        command = [sys.executable, str(ROOT / "launch/pretrain.py")] if launcher is None else launch(2, launcher)
+        command = (
+            [sys.executable, str(ROOT / "launch/pretrain.py")]
+            if launcher is None
+            else launch(2, launcher)
+        )
         settings += ("zero_tp.parallel.tensor=1",) if launcher is None else ()
         command += ["--deepspeed_config", "small.json", "--output-dir", str(self.directory)]
         command += [word for setting in settings for word in ("--set", setting)]
         with self.log.open("w") as stream:
-            self.launcher = subprocess.Popen(command, cwd=workplace, env=environment(), stdout=stream, stderr=stream)
+            self.launcher = subprocess.Popen(
+                command, cwd=workplace, env=environment(), stdout=stream, stderr=stream
+            )
 
     def steps(self) -> int:
         try:
@@ -40,7 +46,9 @@ class Run:
         return psutil.Process(self.launcher.pid).children(recursive=True)
 
     def rank(self, number: int) -> psutil.Process:
-        ranks = [process for process in self.processes() if process.environ().get("RANK") == str(number)]
+        ranks = [
+            process for process in self.processes() if process.environ().get("RANK") == str(number)
+        ]
         ranks = [process for process in ranks if "pretrain.py" in " ".join(process.cmdline())]
         return min(ranks, key=psutil.Process.create_time)  # not a process that it has forked
 
@@ -49,8 +57,12 @@ class Run:
 
 
 @contextmanager
-def running(workplace: Path, name: str, launcher: str | None = "deepspeed", *settings: str) -> Iterator[Run]:
-    """Start a run, and wait for its first steps; after the block wait until all its processes have ended."""
+def running(
+    workplace: Path, name: str, launcher: str | None = "deepspeed", *settings: str
+) -> Iterator[Run]:
+    """Start a run, and wait for its first steps; after the block wait until all its processes
+    have ended.
+    """
     run, processes = Run(workplace, name, launcher, *settings), None
     try:
         wait_until(lambda: run.steps() >= 2, LIMIT, lambda: run.log.read_text(), 0.02)

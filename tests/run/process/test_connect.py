@@ -1,4 +1,6 @@
-"""Each rank has a device of its own, also where DeepSpeed uses LOCAL_RANK as the index of the only visible device."""
+"""Each rank has a device of its own, also where DeepSpeed uses LOCAL_RANK as the index of the
+only visible device.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ from zero_tp.run.process.job_store import JobStore
     ],
 )
 def test_a_rank_has_the_device_of_its_local_rank_or_the_only_visible_one(
-    local_rank: int | None, count: int, visible: str, expected: int | str, monkeypatch: pytest.MonkeyPatch
+    local_rank: int | None,
+    count: int,
+    visible: str,
+    expected: int | str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -53,7 +59,9 @@ def test_a_rank_has_the_device_of_its_local_rank_or_the_only_visible_one(
         assert rank_device(environment, "cuda").index == expected
 
 
-@pytest.mark.parametrize(("start", "limit"), [("null", timedelta(days=7)), ("1", timedelta(minutes=1.5))])
+@pytest.mark.parametrize(
+    ("start", "limit"), [("null", timedelta(days=7)), ("1", timedelta(minutes=1.5))]
+)
 def test_ranks_wait_for_one_that_reads_a_large_corpus(
     start: str, limit: timedelta, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,7 +74,9 @@ def test_ranks_wait_for_one_that_reads_a_large_corpus(
 
     monkeypatch.setattr(JobStore, "wait_until_all_ready", wait)
     change = f'zero_tp.training.timeout_minutes={{"start": {start}, "step": 2}}'
-    config = RunConfig.load(write_config(tmp_path / "config.json", 1, "fp32", tensor=1), [change], 2)
+    config = RunConfig.load(
+        write_config(tmp_path / "config.json", 1, "fp32", tensor=1), [change], 2
+    )
     with pytest.raises(UserError, match="no further"):
         connect_deepspeed(config, RankEnvironment(0, 2, 0, 2))
     assert limits == [limit]
@@ -88,8 +98,14 @@ except UserError as error:
 
 
 def test_a_script_connects_by_one_call(tmp_path: Path) -> None:
-    """Also where a shell has left the variables of another job; without TP, as one process has no other rank."""
-    done = run([sys.executable, "-c", ALONE], tmp_path, variables={"WORLD_SIZE": "4", "MASTER_ADDR": "nowhere"})
+    """Also where a shell has left the variables of another job; without TP, as one process has
+    no other rank.
+    """
+    done = run(
+        [sys.executable, "-c", ALONE],
+        tmp_path,
+        variables={"WORLD_SIZE": "4", "MASTER_ADDR": "nowhere"},
+    )
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first == "TP 1 × DP 1 cpu 1 gloo 0"
@@ -102,8 +118,11 @@ def init_gloo(backend: str, *, device_id: torch.device, **options: Any) -> None:
     init_process_group("gloo", **options)
 
 
-def train_on_the_only_device(path: str, port: int, launcher: dict[str, str]) -> tuple[str, int | None, float]:
-    """Connect again, as a new process of `launch/pretrain.py` does, and train a step; this rank sees one device.
+def train_on_the_only_device(
+    path: str, port: int, launcher: dict[str, str]
+) -> tuple[str, int | None, float]:
+    """Connect again, as a new process of `launch/pretrain.py` does, and train a step; this rank
+    sees one device.
 
     Ranks that no one has given a number of threads get an equal part of the cores.
 
@@ -115,8 +134,14 @@ def train_on_the_only_device(path: str, port: int, launcher: dict[str, str]) -> 
     rank = dist.get_rank()
     dist.destroy_process_group()
     comm.cdb = None
-    variables = {"MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": f"GPU-{rank}", "LOCAL_RANK": str(rank)}
-    os.environ.update(variables | {name: value.format(rank=rank) for name, value in launcher.items()})
+    variables = {
+        "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": f"GPU-{rank}",
+        "LOCAL_RANK": str(rank),
+    }
+    os.environ.update(
+        variables | {name: value.format(rank=rank) for name, value in launcher.items()}
+    )
     environment = RankEnvironment(rank=rank, world=2, local_rank=rank, local_world=2)
     environment.export()
     os.environ.pop("OMP_NUM_THREADS", None)
@@ -139,19 +164,30 @@ def train_on_the_only_device(path: str, port: int, launcher: dict[str, str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("stage", "launcher"), [(1, {"OMPI_COMM_WORLD_LOCAL_RANK": "{rank}"}), (3, {})], ids=["1-mpirun", "3-srun"]
+    ("stage", "launcher"),
+    [(1, {"OMPI_COMM_WORLD_LOCAL_RANK": "{rank}"}), (3, {})],
+    ids=["1-mpirun", "3-srun"],
 )
-def test_ranks_with_one_visible_device_each_train(tmp_path: Path, stage: int, launcher: dict[str, str]) -> None:
+def test_ranks_with_one_visible_device_each_train(
+    tmp_path: Path, stage: int, launcher: dict[str, str]
+) -> None:
     path = write_config(tmp_path / "config.json", stage, "fp32", tensor=1)
     pool = Pool(2)  # not a shared one: its ranks leave their process group
     try:
-        (device, first, loss), other = pool.run(train_on_the_only_device, str(path), free_port(), launcher)
+        (device, first, loss), other = pool.run(
+            train_on_the_only_device, str(path), free_port(), launcher
+        )
     finally:
         pool.kill()
     assert (device, first) == ("cuda:0", 0) and other == ("cuda:0", 1, loss) and math.isfinite(loss)
 
 
 def test_devices_of_a_run_are_named_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA H100 80GB HBM3 of {device}")
-    assert devices.describe_devices(torch.device("cuda", 1), 4) == "4 × NVIDIA H100 80GB HBM3 of cuda:1"
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", lambda device: f"NVIDIA H100 80GB HBM3 of {device}"
+    )
+    assert (
+        devices.describe_devices(torch.device("cuda", 1), 4)
+        == "4 × NVIDIA H100 80GB HBM3 of cuda:1"
+    )
     assert devices.describe_devices(torch.device("cpu"), 2) == "2 × CPU"

@@ -12,7 +12,14 @@ from torch._C import _distributed_c10d
 from zero_tp.run.process.hang_report import RankStatus, describe_hang, dump_flight_recorder
 
 HERE = RankStatus(
-    count=90, phase="step", step=17, doing="backward", host="a", seconds=300.0, frame="all_reduce", waiting=True
+    count=90,
+    phase="step",
+    step=17,
+    doing="backward",
+    host="a",
+    seconds=300.0,
+    frame="all_reduce",
+    waiting=True,
 )
 BEHIND = replace(HERE, count=89, doing="forward", frame="read", waiting=False, host="b")
 
@@ -28,21 +35,33 @@ BEHIND = replace(HERE, count=89, doing="forward", frame="read", waiting=False, h
         ([HERE, HERE], set(), "no rank is behind another"),
         ([HERE], set(), ""),
         # Silent ranks, whatever their last marks are.
-        ([HERE, HERE, BEHIND, replace(HERE, count=91)], {2, 3}, "ranks 0 and 1 wait for ranks 2 and 3"),
+        (
+            [HERE, HERE, BEHIND, replace(HERE, count=91)],
+            {2, 3},
+            "ranks 0 and 1 wait for ranks 2 and 3",
+        ),
     ],
 )
-def test_ranks_wait_for_those_that_are_behind_or_silent(statuses: list[RankStatus], silent: set[int], who: str) -> None:
-    *lines, last = describe_hang(dict(enumerate(statuses)), silent, len(statuses), HERE, 300).splitlines()
+def test_ranks_wait_for_those_that_are_behind_or_silent(
+    statuses: list[RankStatus], silent: set[int], who: str
+) -> None:
+    *lines, last = describe_hang(
+        dict(enumerate(statuses)), silent, len(statuses), HERE, 300
+    ).splitlines()
     limit = "5 minutes (the limit: zero_tp.training.timeout_minutes)"
     assert last == f"error: no progress in step 17 for {limit}{f': {who}' if who else ''}"
     are_silent = [line.endswith(", no heartbeat since then") for line in lines]
     assert are_silent == [rank in silent for rank in range(len(statuses))]
     for rank, (line, status) in enumerate(zip(lines, statuses, strict=True)):
-        where = f"in step 17, {status.doing} for 300 s{f', at {status.frame}' if status.frame else ''}"
+        where = (
+            f"in step 17, {status.doing} for 300 s{f', at {status.frame}' if status.frame else ''}"
+        )
         assert line.startswith(f"rank {rank} ({status.host}) {where}")
 
 
-def test_the_flight_recorder_dumps_where_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flight_recorder_dumps_where_torch_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert dump_flight_recorder(3) == []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")

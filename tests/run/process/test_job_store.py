@@ -49,12 +49,17 @@ def test_all_end_when_some_refuse_and_one_of_them_is_the_first(stores: list[JobS
         return "refused"
 
     ended, *refused = on_all(stores, work)
-    assert ended in ("rank 1 refused to start", "rank 2 refused to start") and refused == ["refused"] * 2
+    assert (
+        ended in ("rank 1 refused to start", "rank 2 refused to start")
+        and refused == ["refused"] * 2
+    )
     assert sorted(map(bool, first)) == [False, True] and None not in first
 
 
 class EndingStore:
-    """The store of `rank`, which ends with rank 0's process between the wait for the outcome and reading it."""
+    """The store of `rank`, which ends with rank 0's process between the wait for the outcome and
+    reading it.
+    """
 
     def __init__(self, stores: list[JobStore], rank: int) -> None:
         self.stores, self.store = stores, stores[rank].join(LIMIT)
@@ -77,7 +82,9 @@ def test_a_rank_whose_store_ends_before_it_reads_the_outcome_ends_like_one_that_
         stores[1].wait_until_all_ready(LIMIT)
 
 
-def test_without_a_store_a_refusal_has_no_order(stores: list[JobStore], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_store_a_refusal_has_no_order(
+    stores: list[JobStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone = RankEnvironment(0, 2, 0, 2).store  # one machine, before torch is loaded
     assert alone.refuse("rank 0") is None
     monkeypatch.setattr("zero_tp.run.process.job_store.REFUSAL_LIMIT", timedelta(seconds=1))
@@ -87,7 +94,12 @@ def test_without_a_store_a_refusal_has_no_order(stores: list[JobStore], monkeypa
 def test_a_large_job_has_files_for_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     limits_set: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: limits_set.append(limits))
-    for limits, world in (((1024, 4096), 8), ((1024, 4096), 512), ((1024, 4096), 4096), ((65536, 65536), 4096)):
+    for limits, world in (
+        ((1024, 4096), 8),
+        ((1024, 4096), 512),
+        ((1024, 4096), 4096),
+        ((65536, 65536), 4096),
+    ):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limits=limits: limits)
         raise_open_file_limit(world)
     assert limits_set == [(1056, 4096), (3072, 4096), (4096, 4096)]

@@ -25,11 +25,18 @@ from zero_tp.run.process.lifecycle import run_rank
 """
 
 
-def start(body: str, directory: Path, launcher: str = "", **variables: str) -> subprocess.Popen[str]:
-    """Start a process whose main is `body`. If there is a `launcher`, it runs and gets the script's path."""
+def start(
+    body: str, directory: Path, launcher: str = "", **variables: str
+) -> subprocess.Popen[str]:
+    """Start a process whose main is `body`. If there is a `launcher`, it runs and gets the
+    script's path.
+    """
     script = directory / "rank.py"
     script.write_text(
-        PRELUDE + "def main():\n" + "".join(f"    {line}\n" for line in body.splitlines()) + "run_rank(main, False)\n"
+        PRELUDE
+        + "def main():\n"
+        + "".join(f"    {line}\n" for line in body.splitlines())
+        + "run_rank(main, False)\n"
     )
     drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
     environment = {key: value for key, value in os.environ.items() if key not in drop}
@@ -91,7 +98,9 @@ def test_a_rank_on_cpu_sees_no_cuda_device(tmp_path: Path, accelerator: str, vis
     assert (process.returncode, output, errors) == (0, f"{visible}\n", "")
 
 
-def test_a_rank_ends_with_its_launcher_while_c_code_holds_the_interpreters_lock(tmp_path: Path) -> None:
+def test_a_rank_ends_with_its_launcher_while_c_code_holds_the_interpreters_lock(
+    tmp_path: Path,
+) -> None:
     launcher = "import subprocess, sys; subprocess.run([sys.executable, sys.argv[1]])"
     body = "print('up', flush=True)\nimport ctypes; ctypes.PyDLL(None).sleep(300)"
     process = start(body, tmp_path, launcher, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
@@ -117,8 +126,18 @@ def caused_by(cause: BaseException) -> BaseException:
     [
         (dist.DistBackendError("NCCL error: remote process exited"), True),
         (dist.DistNetworkError("the client socket has failed"), True),
-        (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2417"), True),
-        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:84] Timed out waiting 1800000ms for recv"), True),
+        (
+            RuntimeError(
+                "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2417"
+            ),
+            True,
+        ),
+        (
+            RuntimeError(
+                "[gloo/transport/tcp/unbound_buffer.cc:84] Timed out waiting 1800000ms for recv"
+            ),
+            True,
+        ),
         (ConnectionResetError("Connection reset by peer"), True),
         (caused_by(RuntimeError("Connection closed by peer")), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),

@@ -1,8 +1,10 @@
-"""The promises of a run under `deepspeed` and `torchrun`: each section below tests the promise of its number.
+"""The promises of a run under `deepspeed` and `torchrun`: each section below tests the promise of
+its number.
 
-The first tier has each promise under one launcher, the second tier under the others. Every case launches two CPU ranks
-of tests/support/promise_rank.py. Tests without a launcher: test_lifecycle.py, test_watchdog.py, and test_hang_report.py
-for NCCL's flight recorder. tests/run/test_pretrain.py has a resumed run's samples.
+The first tier has each promise under one launcher, the second tier under the others. Every case
+launches two CPU ranks of tests/support/promise_rank.py. Tests without a launcher:
+test_lifecycle.py, test_watchdog.py, and test_hang_report.py for NCCL's flight recorder.
+tests/run/test_pretrain.py has a resumed run's samples.
 """
 
 from __future__ import annotations
@@ -40,12 +42,19 @@ LAUNCHER_SECONDS = 20.0  # from a launcher's end to that of its ranks
 def command_of(launcher: str) -> list[str]:
     """Return the command that starts promise_rank.py.
 
-    "launch.py" is the process that DeepSpeed's runner starts: the runner's imports take as long as all the rest.
+    "launch.py" is the process that DeepSpeed's runner starts: the runner's imports take as long as
+    all the rest.
     """
     if launcher != "launch.py":
         return launch(2, launcher, SCRIPT)
     ranks = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
-    start = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={ranks}", "--master_addr=127.0.0.1"]
+    start = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.launch",
+        f"--world_info={ranks}",
+        "--master_addr=127.0.0.1",
+    ]
     return [*start, f"--master_port={free_port()}", str(ROOT / SCRIPT)]
 
 
@@ -55,7 +64,9 @@ class Job:
     def __init__(self, directory: Path, case: str, launcher: str, *options: str) -> None:
         self.marker, self.log = uuid.uuid4().hex, directory / "output.txt"
         *start, script = command_of(launcher)
-        restarts = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if "--max-restarts" in options else {}
+        restarts = (
+            {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if "--max-restarts" in options else {}
+        )
         with self.log.open("w") as stream:
             self.launcher = subprocess.Popen(
                 [*start, *options, script, "--case", case, "--marker", self.marker],
@@ -69,10 +80,16 @@ class Job:
 
     def processes(self) -> list[psutil.Process]:
         found = psutil.process_iter(["cmdline"])
-        return [process for process in found if self.marker in (process.info["cmdline"] or []) and is_alive(process)]
+        return [
+            process
+            for process in found
+            if self.marker in (process.info["cmdline"] or []) and is_alive(process)
+        ]
 
     def rank(self, number: int) -> psutil.Process:
-        return next(process for process in self.processes() if process.environ().get("RANK") == str(number))
+        return next(
+            process for process in self.processes() if process.environ().get("RANK") == str(number)
+        )
 
     def wait_for(self, text: str) -> None:
         def is_there() -> bool:
@@ -81,11 +98,20 @@ class Job:
             assert there or not ended, self.log.read_text()
             return there
 
-        wait_until(is_there, LIMIT_SECONDS, lambda: f"no {text!r} in:\n{self.log.read_text()}", 0.05)
+        wait_until(
+            is_there, LIMIT_SECONDS, lambda: f"no {text!r} in:\n{self.log.read_text()}", 0.05
+        )
 
     def end(self, seconds: float = LIMIT_SECONDS) -> tuple[int, list[str]]:
-        """Wait until every process has gone → the launcher's status, and the ranks' lines without torchrun's own."""
-        wait_until(lambda: not self.processes(), seconds, lambda: f"{self.processes()}:\n{self.log.read_text()}", 0.1)
+        """Wait until every process has gone → the launcher's status, and the ranks' lines
+        without torchrun's own.
+        """
+        wait_until(
+            lambda: not self.processes(),
+            seconds,
+            lambda: f"{self.processes()}:\n{self.log.read_text()}",
+            0.1,
+        )
         status = self.launcher.wait(patience(10))
         begins = ("rank ", "error: ", "five steps", "saved", "stopped", "interrupted")
         return status, [line for line in said(self.log.read_text()) if line.startswith(begins)]
@@ -109,14 +135,17 @@ def start(tmp_path: Path) -> Iterator[Start]:
         job.launcher.wait()
 
 
-# --- 1. wrong input --------------------------------------------------------------------------------------------------
+# --- 1. wrong input -------------------------------------------------------------------------------
 
 
 WRONG_INPUT = {
     "wrong input": "zero_tp.training.steps is -1: it must be at least 1",
-    "wrong input on one rank": "local rank 1 has no device",  # it ends all ranks before they connect
+    # it ends all ranks before they connect
+    "wrong input on one rank": "local rank 1 has no device",
 }
-WRONG_INPUT_CASES = [(case, launcher) for case in WRONG_INPUT for launcher in ("deepspeed", *LAUNCHERS)]
+WRONG_INPUT_CASES = [
+    (case, launcher) for case in WRONG_INPUT for launcher in ("deepspeed", *LAUNCHERS)
+]
 WRONG_INPUT_FIRST = [("wrong input", "torchrun"), ("wrong input on one rank", "launch.py")]
 
 
@@ -130,14 +159,16 @@ def test_wrong_input_is_one_line_and_status_2(case: str, launcher: str, start: S
         assert "exitcode  : 2" in job.log.read_text() and "error_file: <N/A>" in job.log.read_text()
 
 
-# --- 2. a rank that fails --------------------------------------------------------------------------------------------
+# --- 2. a rank that fails -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("launcher", in_tiers(LAUNCHERS, ["torchrun"]))
 def test_a_failing_rank_prints_its_traceback_and_ends_the_others_at_once(
     launcher: str, start: Start, tmp_path: Path
 ) -> None:
-    """The launcher's SIGTERM finds rank 0 in a step of minutes, at whose end a request would be handled."""
+    """The launcher's SIGTERM finds rank 0 in a step of minutes, at whose end a request would be
+    handled.
+    """
     options = ["--log-dir", "logs"] if launcher == "torchrun" else []
     job = start("exception during a long step", launcher, *options)
     status, (first, *lines, last) = job.end(LAUNCHER_SECONDS)
@@ -153,16 +184,20 @@ def test_a_failing_rank_prints_its_traceback_and_ends_the_others_at_once(
 
 @pytest.mark.parametrize("launcher", in_tiers(LAUNCHERS, ["launch.py"]))
 @pytest.mark.parametrize("number", in_tiers([signal.SIGKILL, signal.SIGSEGV], [signal.SIGKILL]))
-def test_a_killed_rank_is_named_by_a_survivor(number: signal.Signals, launcher: str, start: Start) -> None:
+def test_a_killed_rank_is_named_by_a_survivor(
+    number: signal.Signals, launcher: str, start: Start
+) -> None:
     job = start("loop", launcher)
     job.wait_for("five steps")
     job.rank(1).send_signal(number)
     status, (first, line) = job.end()
     assert status != 0
-    assert first == "five steps" and line.startswith(f"error: rank 1 ({HOST}) ") and "killed" in line
+    assert (
+        first == "five steps" and line.startswith(f"error: rank 1 ({HOST}) ") and "killed" in line
+    )
 
 
-# --- 3. signals ------------------------------------------------------------------------------------------------------
+# --- 3. signals -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("launcher", in_tiers(LAUNCHERS, ["torchrun"]))
@@ -201,7 +236,7 @@ def test_ctrl_c_ends_at_once(launcher: str, start: Start) -> None:
     assert status != 0 and lines[1:] == ["interrupted"]
 
 
-# --- 4. ranks end with their launcher --------------------------------------------------------------------------------
+# --- 4. ranks end with their launcher -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("launcher", in_tiers(["deepspeed", *LAUNCHERS], ["deepspeed", "torchrun"]))
@@ -214,7 +249,7 @@ def test_ranks_end_with_their_launcher(launcher: str, start: Start) -> None:
     assert lines[1:] == ([deepspeed_gone] if launcher == "deepspeed" else [])
 
 
-# --- 5. hangs and silence --------------------------------------------------------------------------------------------
+# --- 5. hangs and silence -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("launcher", in_tiers(LAUNCHERS, ["launch.py"]))
@@ -222,11 +257,15 @@ def test_a_rank_that_hangs_is_named_with_its_frame(launcher: str, start: Start) 
     job = start("hang", launcher)
     status, (_, *positions, error) = job.end()
     assert status == 1
-    assert [line.split(" in step 10 for ")[0] for line in positions[1:]] == [f"rank 1 ({HOST})"], positions
+    assert [line.split(" in step 10 for ")[0] for line in positions[1:]] == [f"rank 1 ({HOST})"], (
+        positions
+    )
     assert re.match(rf"rank 0 \({HOST}\) in step 11 for \d+ s, at all_reduce", positions[0])
     assert "at fail_or_hang, called by _run_main (zero_tp/run/process/lifecycle.py:" in positions[1]
     limit = r"0\.0333 minutes \(the limit: zero_tp\.training\.timeout_minutes\)"
-    assert re.fullmatch(rf"error: no progress in step 1[01] for {limit}: rank 0 waits for rank 1", error)
+    assert re.fullmatch(
+        rf"error: no progress in step 1[01] for {limit}: rank 0 waits for rank 1", error
+    )
 
 
 SILENCE = [
@@ -239,7 +278,9 @@ SILENCE = [
 
 
 @pytest.mark.parametrize(("launcher", "silent", "error"), in_tiers(SILENCE, SILENCE[2:3]))
-def test_silence_of_a_rank_or_of_the_store_ends_the_job(launcher: str, silent: int, error: str, start: Start) -> None:
+def test_silence_of_a_rank_or_of_the_store_ends_the_job(
+    launcher: str, silent: int, error: str, start: Start
+) -> None:
     job = start("silence", launcher)
     job.wait_for("five steps")
     stopped = job.rank(silent)
@@ -249,26 +290,32 @@ def test_silence_of_a_rank_or_of_the_store_ends_the_job(launcher: str, silent: i
     assert job.end()[0] != 0
 
 
-# --- 6. restarts -----------------------------------------------------------------------------------------------------
+# --- 6. restarts ----------------------------------------------------------------------------------
 
 
 def test_torchrun_restarts_a_job(start: Start) -> None:
     job = start("restart", "torchrun", "--standalone", "--max-restarts", "1")
     job.wait_for(f"rank 1 ({HOST}): ArithmeticError")
-    wait_until(lambda: job.log.read_text().count("five steps") == 2, 60, "it was not started again", 0.1)
+    wait_until(
+        lambda: job.log.read_text().count("five steps") == 2, 60, "it was not started again", 0.1
+    )
     job.rank(0).send_signal(signal.SIGTERM)
     assert job.end()[0] == 0
 
 
-# --- 7. one writer ---------------------------------------------------------------------------------------------------
+# --- 7. one writer --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("launcher", in_tiers(LAUNCHERS, ["launch.py"]))
-def test_a_second_launch_on_a_machine_is_refused(launcher: str, start: Start, tmp_path: Path) -> None:
+def test_a_second_launch_on_a_machine_is_refused(
+    launcher: str, start: Start, tmp_path: Path
+) -> None:
     with run_directory(tmp_path / "run"):
         status, lines = start("writer", launcher).end()
     assert status == (1 if launcher == "torchrun" else 2)
-    assert lines == ["error: run: another run is writing there; wait for it, or give another --output-dir"]
+    assert lines == [
+        "error: run: another run is writing there; wait for it, or give another --output-dir"
+    ]
 
 
 def test_a_launch_on_another_machine_takes_the_run_over(tmp_path: Path) -> None:

@@ -17,12 +17,17 @@ def test_warnings_and_records_below_error_are_hidden(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(logger, "filters", list(logger.filters))
     with warnings.catch_warnings(record=True) as caught:
         quiet.quiet_libraries(verbose=False)
-        warnings.warn_explicit("old", FutureWarning, "c10d_logger.py", 83, module="torch.distributed.c10d_logger")
-        warnings.warn("`torch.distributed.all_gather_into_tensor` is deprecated.", FutureWarning, stacklevel=1)
+        warnings.warn_explicit(
+            "old", FutureWarning, "c10d_logger.py", 83, module="torch.distributed.c10d_logger"
+        )
+        warnings.warn(
+            "`torch.distributed.all_gather_into_tensor` is deprecated.", FutureWarning, stacklevel=1
+        )
         warnings.warn("ours", UserWarning, stacklevel=1)
     assert [str(each.message) for each in caught] == ["ours"]
     shown = [
-        logger.filter(logging.LogRecord("", level, "", 0, "", None, None)) for level in (logging.WARNING, logging.ERROR)
+        logger.filter(logging.LogRecord("", level, "", 0, "", None, None))
+        for level in (logging.WARNING, logging.ERROR)
     ]
     assert list(map(bool, shown)) == [False, True]
 

@@ -1,4 +1,6 @@
-"""Signals to a run's ranks: SIGUSR1 saves, SIGTERM saves and stops, and all ranks act at the same step."""
+"""Signals to a run's ranks: SIGUSR1 saves, SIGTERM saves and stops, and all ranks act at the
+same step.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +76,12 @@ def saved_stop(run: Run) -> int:
 
 @THOROUGH
 @pytest.mark.parametrize("launcher", [None, "deepspeed", "torchrun"])
-def test_sigusr1_saves_and_a_sigterm_to_the_launcher_saves_and_stops(workplace: Path, launcher: str | None) -> None:
-    """torchrun signals all ranks; DeepSpeed's launch.py one after another, each when the one before has ended."""
+def test_sigusr1_saves_and_a_sigterm_to_the_launcher_saves_and_stops(
+    workplace: Path, launcher: str | None
+) -> None:
+    """torchrun signals all ranks; DeepSpeed's launch.py one after another, each when the one
+    before has ended.
+    """
     with running(workplace, f"told_{launcher}", launcher) as run:
         os.kill(int((run.directory / PROCESS).read_text()), signal.SIGUSR1)
         wait_until(lambda: len(complete_steps(run.directory)) == 1, LIMIT, "no checkpoint", 0.02)
@@ -83,12 +89,29 @@ def test_sigusr1_saves_and_a_sigterm_to_the_launcher_saves_and_stops(workplace: 
         wait_until(lambda: run.steps() > before + 1, LIMIT, "training has stopped", 0.02)
         pid = run.launcher.pid
         if launcher == "deepspeed":
-            pid = next(each.pid for each in run.processes() if "deepspeed.launcher.launch" in each.cmdline())
+            pid = next(
+                each.pid
+                for each in run.processes()
+                if "deepspeed.launcher.launch" in each.cmdline()
+            )
         os.kill(pid, signal.SIGTERM)
     step = saved_stop(run)
     assert len(complete_steps(run.directory)) == 2
     if launcher == "torchrun":
-        longer = ["--set", f"zero_tp.training.steps={step + 1}", "--set", "scheduler.params.total_num_steps=1000"]
-        again = pretrain(2, workplace, "--deepspeed_config", "small.json", "--output-dir", str(run.directory), *longer)
+        longer = [
+            "--set",
+            f"zero_tp.training.steps={step + 1}",
+            "--set",
+            "scheduler.params.total_num_steps=1000",
+        ]
+        again = pretrain(
+            2,
+            workplace,
+            "--deepspeed_config",
+            "small.json",
+            "--output-dir",
+            str(run.directory),
+            *longer,
+        )
         assert again.returncode == 0, again.stderr
         assert f"resuming step {step}" in said(again.stdout)

@@ -1,4 +1,6 @@
-"""A watchdog ends its rank when a phase makes no progress, or when another rank or the store is silent."""
+"""A watchdog ends its rank when a phase makes no progress, or when another rank or the store is
+silent.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from zero_tp.run.process.watch import Watchdog
 class Member:
     """A rank's watchdog that writes to a store in a save after some steps, and why it ends."""
 
-    def __init__(self, store: Any, rank: int, world: int, heartbeat: float | None, **limits: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, world: int, heartbeat: float | None, **limits: float
+    ) -> None:
         self.watch, self.ends = Watchdog(), list[str]()
         self.watch.on_end = self.ends.append
         self.watch.begin(limits, rank, world, heartbeat)
@@ -101,11 +105,19 @@ def test_only_a_phase_without_marks_reaches_its_limit() -> None:
 @pytest.mark.parametrize(
     ("limits", "error"),
     [
-        ('{"step": 0.2}', r".* for 0\.2 minutes \(the limit: .*timeout_minutes\): rank 0 waits for rank 1"),
-        ('{"heartbeat": 0.5}', r"no heartbeat from rank 1 \(.+\) for 0\.5 minutes \(the limit: .*\.heartbeat\): .*"),
+        (
+            '{"step": 0.2}',
+            r".* for 0\.2 minutes \(the limit: .*timeout_minutes\): rank 0 waits for rank 1",
+        ),
+        (
+            '{"heartbeat": 0.5}',
+            r"no heartbeat from rank 1 \(.+\) for 0\.5 minutes \(the limit: .*\.heartbeat\): .*",
+        ),
     ],
 )
-def test_a_run_with_a_stopped_rank_ends_by_its_limit(limits: str, error: str, workplace: Path) -> None:
+def test_a_run_with_a_stopped_rank_ends_by_its_limit(
+    limits: str, error: str, workplace: Path
+) -> None:
     name = f"suspended_{re.sub(r'[^a-z]', '', limits)}"
     with running(workplace, name, "deepspeed", f"zero_tp.training.timeout_minutes={limits}") as run:
         run.rank(1).suspend()
@@ -116,5 +128,7 @@ def test_a_run_with_a_stopped_rank_ends_by_its_limit(limits: str, error: str, wo
     assert re.fullmatch(f"error: {error}", line), text
     if "step" in limits:
         [position] = re.findall(r"^rank 0 \(.*\) in (.*)", text, re.MULTILINE)
-        assert re.fullmatch(r"step \d+, (forward|backward|update) for \d+ s, at .*\(zero_tp/.*\)", position), text
+        assert re.fullmatch(
+            r"step \d+, (forward|backward|update) for \d+ s, at .*\(zero_tp/.*\)", position
+        ), text
     assert "Traceback" not in text

@@ -41,7 +41,10 @@ def test_output(tmp_path: Path) -> None:
     train = [text for text in TEXTS if text not in validation]
     assert (len(train), len(validation)) == (36, 4)
     saved = json.loads((output / "tokenizer" / "tokenizer.json").read_text())
-    assert saved["model"] == json.loads(train_bpe(iter(train), 300).backend_tokenizer.to_str())["model"]
+    assert (
+        saved["model"]
+        == json.loads(train_bpe(iter(train), 300).backend_tokenizer.to_str())["model"]
+    )
     frequencies = []
     for split, texts in (("train", train), ("validation", validation)):
         corpus = IndexedCorpus(output / split)
@@ -56,10 +59,15 @@ def test_output(tmp_path: Path) -> None:
             # The text spells the special token, which stays text: one eos a document.
             assert (ids == tokenizer.eos_token_id).sum() == 1
             assert tokenizer.decode(ids[:-1]) == text
-            assert tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True) == ids[:-1].tolist()
+            assert (
+                tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+                == ids[:-1].tolist()
+            )
     p, q = frequencies[0] / frequencies[0].sum(), (frequencies[0] + 1) / (frequencies[0] + 1).sum()
     entropy = -sum(x * np.log(x) for x in p if x > 0)
-    cross = -sum(n * np.log(x) for n, x in zip(frequencies[1], q, strict=True)) / frequencies[1].sum()
+    cross = (
+        -sum(n * np.log(x) for n, x in zip(frequencies[1], q, strict=True)) / frequencies[1].sum()
+    )
     assert report["unigram"]["train_entropy"] == pytest.approx(entropy, rel=1e-12)
     assert report["unigram"]["validation_cross_entropy"] == pytest.approx(cross, rel=1e-12)
     # Nothing is left beside the output.
@@ -84,7 +92,9 @@ def test_reuse_overwrite_and_refusal(tmp_path: Path) -> None:
     assert again.reused and not first.reused
     assert again.report == first.report
     assert (first.output / "train.bin").stat().st_mtime_ns == stamp
-    with pytest.raises(UserError, match=r"out was made with another seed: choose another --output, .*--overwrite"):
+    with pytest.raises(
+        UserError, match=r"out was made with another seed: choose another --output, .*--overwrite"
+    ):
         run(tmp_path, seed=9)
     source = tmp_path / "out.jsonl"
     (first.output / "notes.md").write_text("mine")
@@ -97,24 +107,33 @@ def test_reuse_overwrite_and_refusal(tmp_path: Path) -> None:
     assert (first.output / "removed.jsonl").exists()
     prepare([source], first.output, PrepareSettings("bpe:300", 0.1, 9), overwrite=True)
     assert not (first.output / "removed.jsonl").exists(), "a file of the old output"
-    assert (first.output / "notes.md").read_text() == "mine" and (first.output / "plots" / "lengths.png").exists()
+    assert (first.output / "notes.md").read_text() == "mine" and (
+        first.output / "plots" / "lengths.png"
+    ).exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.jsonl"]
     (first.output / "train.bin").write_bytes(b"")
     with pytest.raises(UserError, match=r"train\.bin has 0 bytes instead of .*--overwrite"):
         prepare([source], first.output, PrepareSettings("bpe:300", 0.1, 9))
 
 
-def test_a_data_set_of_the_hub_is_read_again_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_of_the_hub_is_read_again_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def rows(source: Source) -> Iterator[Record]:
         source.key = "text"
         return (Record(number, {"text": text}) for number, text in enumerate(texts, start=1))
 
     monkeypatch.setattr(documents, "read_hub", rows)
-    texts, again = TEXTS[:10], partial(prepare, ["hf:a/b"], tmp_path / "out", PrepareSettings("bpe:300"), processes=1)
+    texts, again = (
+        TEXTS[:10],
+        partial(prepare, ["hf:a/b"], tmp_path / "out", PrepareSettings("bpe:300"), processes=1),
+    )
     again()
     texts = TEXTS
     reused = again()
-    assert reused.reused and "hf: inputs are compared by name only; --overwrite" in "".join(_summary(reused))
+    assert reused.reused and "hf: inputs are compared by name only; --overwrite" in "".join(
+        _summary(reused)
+    )
     assert again(overwrite=True).report["documents"]["read"] == len(TEXTS)
 
 
@@ -132,10 +151,17 @@ def test_the_command(tmp_path: Path) -> None:
 def test_a_script_without_a_main_guard_is_told(tmp_path: Path) -> None:
     """Each process imports the script."""
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    call = f"prepare([{str(source)!r}], {str(tmp_path / 'out')!r}, PrepareSettings('bpe:300'), processes=2)"
-    (tmp_path / "main.py").write_text(f"from zero_tp.data import prepare, PrepareSettings\n{call}\n")
+    call = (
+        f"prepare([{str(source)!r}], {str(tmp_path / 'out')!r}, PrepareSettings('bpe:300'), "
+        "processes=2)"
+    )
+    (tmp_path / "main.py").write_text(
+        f"from zero_tp.data import prepare, PrepareSettings\n{call}\n"
+    )
     done = script(str(tmp_path / "main.py"), tmp_path)
-    assert done.returncode == 1 and done.stderr.endswith('calls prepare must do so under if __name__ == "__main__":\n')
+    assert done.returncode == 1 and done.stderr.endswith(
+        'calls prepare must do so under if __name__ == "__main__":\n'
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "main.py"]
 
 
@@ -167,12 +193,36 @@ def test_standard_input(tmp_path: Path, kind: str) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "a.txt").write_text("\n".join(texts))
     prepare([tmp_path / name], tmp_path / "file", PrepareSettings("bpe:300", documents="line"))
-    command = [sys.executable, str(ROOT / "launch" / "prepare_data.py"), "--tokenizer", "bpe:300", "--processes", "1"]
-    command += ["--input", "-", "--stdin-kind", kind, "--documents", "line", "--output", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        str(ROOT / "launch" / "prepare_data.py"),
+        "--tokenizer",
+        "bpe:300",
+        "--processes",
+        "1",
+    ]
+    command += [
+        "--input",
+        "-",
+        "--stdin-kind",
+        kind,
+        "--documents",
+        "line",
+        "--output",
+        str(tmp_path / "out"),
+    ]
     with open(tmp_path / name, "rb") as given:
         assert subprocess.run(command, stdin=given).returncode == 0
-    for file in ("train.bin", "train.idx", "validation.bin", "validation.jsonl", "tokenizer/tokenizer.json"):
-        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "file" / file).read_bytes(), file
+    for file in (
+        "train.bin",
+        "train.idx",
+        "validation.bin",
+        "validation.jsonl",
+        "tokenizer/tokenizer.json",
+    ):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "file" / file).read_bytes(), (
+            file
+        )
     with pytest.raises(UserError, match=r"made with another inputs: .* --overwrite"):
         prepare(["-"], tmp_path / "out", PrepareSettings("bpe:300"))
 
@@ -188,7 +238,11 @@ def test_links_in_an_output_stay_and_an_output_may_be_one(tmp_path: Path) -> Non
     socket.socket(socket.AF_UNIX).bind(str(target / "socket"))
     prepare(sources, output, other, overwrite=True)
     assert {path.name: os.readlink(path) for path in target.iterdir() if path.is_symlink()} == links
-    assert output.is_symlink() and (target / "socket").is_socket() and prepare(sources, target, other).reused
+    assert (
+        output.is_symlink()
+        and (target / "socket").is_socket()
+        and prepare(sources, target, other).reused
+    )
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
     output.unlink()
     output.symlink_to(output.name)

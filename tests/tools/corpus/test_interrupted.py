@@ -61,12 +61,24 @@ class Starts:
 
     def __call__(self, output: str, processes: int, last: object = "none") -> subprocess.Popen[str]:
         """Start one; it kills itself before the block `last`."""
-        words = [self.directory / "started.py", self.source, self.directory / output, self.tokenizer, processes, last]
-        command, environment = [sys.executable, *map(str, words)], {**os.environ, "PYTHONPATH": str(ROOT)}
+        words = [
+            self.directory / "started.py",
+            self.source,
+            self.directory / output,
+            self.tokenizer,
+            processes,
+            last,
+        ]
+        command, environment = (
+            [sys.executable, *map(str, words)],
+            {**os.environ, "PYTHONPATH": str(ROOT)},
+        )
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
     def left(self) -> set[str]:
-        return {path.name for path in self.directory.iterdir() if path.name.startswith((".out", "out"))}
+        return {
+            path.name for path in self.directory.iterdir() if path.name.startswith((".out", "out"))
+        }
 
 
 def test_killed_it_goes_on(tmp_path: Path, seed: int) -> None:
@@ -80,14 +92,18 @@ def test_killed_it_goes_on(tmp_path: Path, seed: int) -> None:
     again = start("out", 1)
     assert again.communicate()[0] == f"{50 * last}\n" and again.returncode == 0
     assert start.left() == {"out"}
-    whole = prepare([start.source], tmp_path / "whole", PrepareSettings("bpe:300", 0.1, deduplicate="near"))
+    whole = prepare(
+        [start.source], tmp_path / "whole", PrepareSettings("bpe:300", 0.1, deduplicate="near")
+    )
     assert output_of(tmp_path / "out") == output_of(whole.output)
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("kind", ["bpe:300", "given"])
 def test_killed_anywhere_it_goes_on(tmp_path: Path, tokenizer: str, seed: int, kind: str) -> None:
-    """20 SIGKILLs at random moments: there is nothing, or progress that the next start uses; the end is the same."""
+    """20 SIGKILLs at random moments: there is nothing, or progress that the next start uses; the
+    end is the same.
+    """
     chance = random.Random(seed)
     start = Starts(tmp_path, texts_of(chance, 4000), tokenizer if kind == "given" else kind)
     begun = time.monotonic()
@@ -112,7 +128,9 @@ def test_killed_anywhere_it_goes_on(tmp_path: Path, tokenizer: str, seed: int, k
     assert start.left() == {"out"}
 
 
-def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str) -> None:
+def test_what_was_read_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str
+) -> None:
     """Also after a full disk; but never where an input has changed."""
     monkeypatch.setattr(spool, "COMMIT_SECONDS", 0.0)
     monkeypatch.setattr(documents, "_BLOCK_RECORDS", 10)
@@ -128,7 +146,10 @@ def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mon
         append(self, block)
 
     def interrupted() -> None:
-        with monkeypatch.context() as patch, pytest.raises(UserError, match=r"No space left .*; the progress is kept"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(UserError, match=r"No space left .*; the progress is kept"),
+        ):
             patch.setattr(Spool, "append", full)
             prepare(inputs, out, settings)
         assert not out.exists() and hidden_sibling(out, "progress").is_dir()
@@ -157,9 +178,17 @@ def test_no_progress_is_promised_that_is_not_kept(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Spool, method, full)
-    with source.open() as stdin, pytest.raises(UserError, match=r"out: can't be written: No space left on device$"):
+    with (
+        source.open() as stdin,
+        pytest.raises(UserError, match=r"out: can't be written: No space left on device$"),
+    ):
         monkeypatch.setattr(sys, "stdin", stdin)
-        prepare([source if method == "open" else "-"], tmp_path / "out", PrepareSettings(tokenizer), processes=1)
+        prepare(
+            [source if method == "open" else "-"],
+            tmp_path / "out",
+            PrepareSettings(tokenizer),
+            processes=1,
+        )
     assert not list(tmp_path.glob(".*"))
 
 
@@ -177,7 +206,10 @@ def test_what_was_read_with_other_settings_is_not_lost_without_a_word(tmp_path: 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Preparation, "select", interrupted)
         prepare([source], out, settings)
-    with pytest.raises(UserError, match=r"keeps 40 documents .* other settings \(seed\): give the same .* --overwrite"):
+    with pytest.raises(
+        UserError,
+        match=r"keeps 40 documents .* other settings \(seed\): give the same .* --overwrite",
+    ):
         prepare([source], out, other)
     assert kept() == 40 and not prepare([source], tmp_path / "of others", other).resumed
     os.rename(tmp_path / "of others", out)
@@ -185,7 +217,9 @@ def test_what_was_read_with_other_settings_is_not_lost_without_a_word(tmp_path: 
     assert prepare([source], out, settings, overwrite=True).resumed == 40 and not kept()
 
 
-def test_an_output_is_on_the_disk_and_takes_its_place_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_is_on_the_disk_and_takes_its_place_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = run(tmp_path).output
     before = {path.name: path.read_bytes() for path in output.iterdir() if path.is_file()}
     flushed, fsync = set[int](), os.fsync
@@ -202,7 +236,9 @@ def test_an_output_is_on_the_disk_and_takes_its_place_at_once(tmp_path: Path, mo
     monkeypatch.setattr(os, "fsync", noting)
     monkeypatch.setattr("zero_tp.base.files.replace_directory", killed)
     with pytest.raises(KeyboardInterrupt):
-        prepare([tmp_path / "out.jsonl"], output, PrepareSettings("bpe:300", 0.1, 9), overwrite=True)
+        prepare(
+            [tmp_path / "out.jsonl"], output, PrepareSettings("bpe:300", 0.1, 9), overwrite=True
+        )
     assert run(tmp_path).reused, "the one before"
 
 
@@ -211,7 +247,10 @@ def test_what_a_killed_preparation_leaves_is_cleared(tmp_path: Path) -> None:
     (left / "tokenizer").mkdir(parents=True)
     (left / "tokenizer" / "a.json").touch()
     (left / "train.bin").write_bytes(b"half")
-    with partial_directory(tmp_path / "out"), pytest.raises(UserError, match="another process writes it now"):
+    with (
+        partial_directory(tmp_path / "out"),
+        pytest.raises(UserError, match="another process writes it now"),
+    ):
         run(tmp_path)
     assert not left.exists()
     left.mkdir()
@@ -227,21 +266,30 @@ def test_what_a_killed_preparation_leaves_is_cleared(tmp_path: Path) -> None:
     assert run(tmp_path).reused and not left.exists()
     left.symlink_to(tmp_path / "out")
     with pytest.raises(UserError, match="can't be written"):
-        prepare([tmp_path / "out.jsonl"], tmp_path / "out", PrepareSettings("bpe:300", 0.1, 7), overwrite=True)
+        prepare(
+            [tmp_path / "out.jsonl"],
+            tmp_path / "out",
+            PrepareSettings("bpe:300", 0.1, 7),
+            overwrite=True,
+        )
     assert run(tmp_path).reused, "nothing is cleared through a link"
 
 
 def test_sigterm_leaves_no_part_of_an_output(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [f"{i} " + "word " * 50 for i in range(200_000)])
     arguments = ["--input", source, "--tokenizer", "bpe:300", "--output", tmp_path / "out"]
-    process = subprocess.Popen([sys.executable, str(ROOT / "launch/prepare_data.py"), *map(str, arguments)])
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "launch/prepare_data.py"), *map(str, arguments)]
+    )
     partial = tmp_path / ".out.partial"
     while not partial.exists():
         assert process.poll() is None
         time.sleep(0.01)
     process.terminate()
     assert process.wait() == 143
-    left = {path.name for path in tmp_path.iterdir()} - {".out.progress"}  # which is there after some seconds
+    left = {path.name for path in tmp_path.iterdir()} - {
+        ".out.progress"
+    }  # which is there after some seconds
     assert left == {"a.jsonl"}
 
 

@@ -29,7 +29,11 @@ from zero_tp.data import PrepareSettings, prepare
         ("a.jsonl", b'["text"]\n', r"a\.jsonl:1: a JSON object is needed, found an array"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl:1: unpaired surrogate"),
         ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl:1: not UTF-8 at byte 10"),
-        ("a.jsonl", b'{"text": "  "}\n', r"no text in .*a\.jsonl \(1 dropped, the first: .*a\.jsonl:1: an empty doc"),
+        (
+            "a.jsonl",
+            b'{"text": "  "}\n',
+            r"no text in .*a\.jsonl \(1 dropped, the first: .*a\.jsonl:1: an empty doc",
+        ),
         ("a.jsonl", b"", "no text in"),
         ("a.jsonl", b'{"text": "only one"}\n', "hold 1 document"),
         ("a.jsonl", b'{"text": "twin"}\n{"text": "twin"}\n', "all documents outside .* are copies"),
@@ -55,7 +59,10 @@ def test_bad_input(tmp_path: Path, name: str, content: bytes, message: str) -> N
         ({"tokenizer": "bpe:many"}, "neither a directory nor bpe:SIZE"),
         ({"tokenizer": "wordpiece"}, "neither a directory nor bpe:SIZE"),
         ({"tokenizer": "wordpiece:5"}, "at least 6 and"),
-        ({"tokenizer": "wordpiece:40"}, r"tokenizer wordpiece:40: the corpus' characters alone are \d+ tokens"),
+        (
+            {"tokenizer": "wordpiece:40"},
+            r"tokenizer wordpiece:40: the corpus' characters alone are \d+ tokens",
+        ),
         ({"sentences": "English"}, "sentences 'English': the ISO 639 code"),
         ({"tokenizer": str(ROOT / "zero_tp")}, "holds neither tokenizer.json"),
         ({"validation": 0}, "validation 0: a fraction"),
@@ -87,7 +94,9 @@ def test_a_changed_byte_is_no_output_that_is_up_to_date(tmp_path: Path) -> None:
         path = first.output / name
         content = path.read_bytes()
         path.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
-        with pytest.raises(UserError, match=rf"{name} has SHA-256 \w+… instead of \w+…: prepare .* --overwrite"):
+        with pytest.raises(
+            UserError, match=rf"{name} has SHA-256 \w+… instead of \w+…: prepare .* --overwrite"
+        ):
             run(tmp_path)
         path.write_bytes(content)
     assert run(tmp_path).reused, "restored, with other times"
@@ -110,7 +119,9 @@ def test_an_odd_report_is_one_line(tmp_path: Path, damage: dict[str, Any]) -> No
     with pytest.raises(UserError, match=r"report\.json|out\.jsonl"):
         run(tmp_path)
     source, settings = tmp_path / "out.jsonl", PrepareSettings("bpe:300", 0.1)
-    assert prepare([source], first.output, settings, overwrite=True).report["files"] == report["files"]
+    assert (
+        prepare([source], first.output, settings, overwrite=True).report["files"] == report["files"]
+    )
 
 
 def test_what_is_no_file_is_never_waited_for(tmp_path: Path) -> None:

@@ -27,7 +27,11 @@ def test_documents_and_samples_are_text_again(tmp_path: Path) -> None:
     # All samples together are the whole stream, but for the tail that fills none.
     begin = next(i for i, line in enumerate(lines) if "train, sample 0" in line)
     end = next(i for i, line in enumerate(lines) if line.startswith("=== validation"))
-    stream = "".join(line for line in lines[begin:end] if not line.startswith(("--- train, sample", "[document ")))
+    stream = "".join(
+        line
+        for line in lines[begin:end]
+        if not line.startswith(("--- train, sample", "[document "))
+    )
     corpus = IndexedCorpus(prepared.output / "train")
     tokenizer = AutoTokenizer.from_pretrained(str(prepared.output / "tokenizer"))
     whole = tokenizer.decode(corpus.read(0, corpus.tokens // 64 * 64))
@@ -45,7 +49,9 @@ def test_a_long_text_is_cut(tmp_path: Path) -> None:
     texts = [f"{i} " + "word " * 300 for i in range(3)]
     prepared = run(tmp_path, texts=texts, validation=1)
     lines = list(show_corpus(prepared.output, 3, 4096))
-    documents = [lines[i + 1] for i, line in enumerate(lines) if line.startswith("--- train, document")]
+    documents = [
+        lines[i + 1] for i, line in enumerate(lines) if line.startswith("--- train, document")
+    ]
     train = [text for text in texts if text not in held_out(prepared.output)]
     whole = [f"{text}<|endoftext|>" for text in train]
     assert documents == [f"{text[:400]}… {len(text) - 400:,} more characters" for text in whole]
@@ -54,11 +60,15 @@ def test_a_long_text_is_cut(tmp_path: Path) -> None:
 
 def test_ids_may_have_gaps(tmp_path: Path) -> None:
     backend = Tokenizer(models.WordLevel({"a": 0, "b": 9}, "a"))
-    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="a").save_pretrained(str(tmp_path / "tokenizer"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="a").save_pretrained(
+        str(tmp_path / "tokenizer")
+    )
     write_corpus(tmp_path / "train", [[0, 9]], 10)
     assert "a b" in list(show_corpus(tmp_path, 1, 2))
     write_corpus(tmp_path / "train", [[0, 10]], 11)
-    with pytest.raises(UserError, match="id 10, outside the tokenizer's vocabulary of 10: put the corpus's own"):
+    with pytest.raises(
+        UserError, match="id 10, outside the tokenizer's vocabulary of 10: put the corpus's own"
+    ):
         list(show_corpus(tmp_path, 1, 2))
 
 

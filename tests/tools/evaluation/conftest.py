@@ -18,7 +18,9 @@ def tasks(tmp_path_factory: pytest.TempPathFactory, shared_file: Callable[[str],
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_gpt2(tmp_path_factory.mktemp("models") / "tiny", ["some words of a text, and more of them"] * 3)
+    return tiny_gpt2(
+        tmp_path_factory.mktemp("models") / "tiny", ["some words of a text, and more of them"] * 3
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,6 @@
-"""Multiple-choice questions whose accuracy lm-eval would report as 0 are refused with their place."""
+"""Multiple-choice questions whose accuracy lm-eval would report as 0 are refused with their
+place.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from zero_tp.tools.evaluation.zero_shot import make_tasks
 
 QUESTION = {"query": "Some words of a", "choices": ["text", "word"], "gold": 0}
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"gold": 2}, r"gold is 2, and there are 2 choices; write the right choice's index, counted from 0"),
+    (
+        {"gold": 2},
+        r"gold is 2, and there are 2 choices; write the right choice's index, counted from 0",
+    ),
     ({"gold": -1}, r"gold is -1, and there are 2 choices"),
     ({"gold": "1"}, r'gold is "1", which is none of the choices'),
     ({"gold": None}, r"gold is null; write the right choice's index"),
@@ -63,7 +68,9 @@ def test_a_missing_field_and_other_formats(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([QUESTION, QUESTION | {"gold": 2}]), table)
     assert re.match(rf"{table}:2: gold is 2", message(table))
     (tmp_path / "mine.csv").write_text("query,choices,gold\none,\"['a', 'b']\",0\n")
-    assert re.search(r"a \.csv file has no lists of choices; write JSON lines", message(tmp_path / "mine.csv"))
+    assert re.search(
+        r"a \.csv file has no lists of choices; write JSON lines", message(tmp_path / "mine.csv")
+    )
 
 
 def test_a_run_refuses_them_before_training(small_model: Path, tmp_path: Path) -> None:
@@ -85,7 +92,10 @@ def test_the_right_choice_as_a_text_equals_its_index(small_model: Path, tmp_path
         fields = {"doc_to_text": "query", "doc_to_choice": "choices", "doc_to_target": "gold"}
         yaml = task_file(name, file, "multiple_choice", {"acc": "mean"}, **fields)
         (directory / "task.yaml").write_text(yaml)
-        assert metrics["acc,none"] == reference(small_model, directory, [name], None)[name][0]["acc,none"]
+        assert (
+            metrics["acc,none"]
+            == reference(small_model, directory, [name], None)[name][0]["acc,none"]
+        )
         scores.append(metrics["acc,none"])
     assert scores[0] == scores[1] in (1 / 3, 2 / 3)
 
@@ -98,10 +108,14 @@ def test_the_right_choice_as_a_text_equals_its_index(small_model: Path, tmp_path
         ({"choices": ["a", ""]}, r"document 2 of its data .*doc_to_choice\[1\] is empty"),
     ],
 )
-def test_a_task_file_with_such_documents_is_refused(change: dict[str, Any], problem: str, tmp_path: Path) -> None:
+def test_a_task_file_with_such_documents_is_refused(
+    change: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
     file = write(tmp_path / "mine.jsonl", QUESTION, QUESTION | change)
     fields = {"doc_to_text": "query", "doc_to_choice": "choices", "doc_to_target": "gold"}
-    (tmp_path / "task.yaml").write_text(task_file("mine", file, "multiple_choice", {"acc": "mean"}, **fields))
+    (tmp_path / "task.yaml").write_text(
+        task_file("mine", file, "multiple_choice", {"acc": "mean"}, **fields)
+    )
     with pytest.raises(UserError, match=rf"mine: {problem}"):
         make_tasks(["mine"], {}, TaskOptions(include_path=tmp_path))
 
@@ -109,6 +123,10 @@ def test_a_task_file_with_such_documents_is_refused(change: dict[str, Any], prob
 def test_text_choices_of_a_task_file_are_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.jsonl", QUESTION | {"choices": "ab"})
     fields = {"doc_to_text": "query", "doc_to_choice": "choices", "doc_to_target": "gold"}
-    (tmp_path / "task.yaml").write_text(task_file("mine", file, "multiple_choice", {"acc": "mean"}, **fields))
-    with pytest.raises(UserError, match=r"mine: document 1 .*doc_to_choice is a string; write a list of texts"):
+    (tmp_path / "task.yaml").write_text(
+        task_file("mine", file, "multiple_choice", {"acc": "mean"}, **fields)
+    )
+    with pytest.raises(
+        UserError, match=r"mine: document 1 .*doc_to_choice is a string; write a list of texts"
+    ):
         make_tasks(["mine"], {}, TaskOptions(include_path=tmp_path))

@@ -1,4 +1,6 @@
-"""zero_tp's own tasks are the same on every TP × DP grid and on a live ZeRO-3 model; ranks that differ are refused."""
+"""zero_tp's own tasks are the same on every TP × DP grid and on a live ZeRO-3 model; ranks that
+differ are refused.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,23 @@ from zero_tp.tools.evaluation.zero_shot import check_same_weights, make_tasks
 def files(tmp_path: Path, shared_file: Callable[[str], Path]) -> dict[str, Path]:
     """Texts whose batches and lengths divide by nothing."""
     lines = shared_file("data/lambada_openai_first1000.jsonl").read_text().splitlines()[:10]
-    passages, texts, wiki = tmp_path / "lambada.jsonl", tmp_path / "texts.jsonl", tmp_path / "wiki.txt"
+    passages, texts, wiki = (
+        tmp_path / "lambada.jsonl",
+        tmp_path / "texts.jsonl",
+        tmp_path / "wiki.txt",
+    )
     passages.write_text("\n".join(lines))
-    texts.write_text("\n".join(json.dumps({"text": json.loads(line)["context"]}) for line in lines[:4]))
+    texts.write_text(
+        "\n".join(json.dumps({"text": json.loads(line)["context"]}) for line in lines[:4])
+    )
     wiki.write_text(" \n = A title = \n \n Words , more words . \n" * 12)
     return {"perplexity": texts, "wikitext103": wiki, "lambada": passages}
 
 
 def run_tasks(eval_model: EvalModel, files: dict[str, Path]) -> list[dict[str, Any]]:
-    return [task.run(eval_model) for task in make_tasks(list(files), files, TaskOptions(overlap=16))]
+    return [
+        task.run(eval_model) for task in make_tasks(list(files), files, TaskOptions(overlap=16))
+    ]
 
 
 def figures(directory: Path, files: dict[str, Path], tensor: int) -> list[dict[str, Any]]:
@@ -62,7 +72,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_own_tasks_are_the_same_on_every_grid(ranks: Pools, model: Path, files: dict[str, Path]) -> None:
+def test_own_tasks_are_the_same_on_every_grid(
+    ranks: Pools, model: Path, files: dict[str, Path]
+) -> None:
     expected = run_tasks(native_model(model, BATCH), files)
     one_process = run_tasks(parallel_model(model, Topology(), BATCH), files)
     for world, tensor in GRIDS:
@@ -73,7 +85,9 @@ def test_own_tasks_are_the_same_on_every_grid(ranks: Pools, model: Path, files: 
         assert_close(found[0], expected)
 
 
-def live(directory: Path, files: dict[str, Path], tensor: int, stage: int) -> tuple[list[dict[str, Any]], int]:
+def live(
+    directory: Path, files: dict[str, Path], tensor: int, stage: int
+) -> tuple[list[dict[str, Any]], int]:
     """Return the figures and the number of forwards."""
     forwards = 0
 
@@ -103,7 +117,9 @@ def other_texts(directory: Path, folder: Path) -> None:
     run_tasks(parallel_model(directory, grid(1), BATCH), {"perplexity": file})
 
 
-def test_ranks_with_different_requests_are_refused(ranks: Pools, model: Path, tmp_path: Path) -> None:
+def test_ranks_with_different_requests_are_refused(
+    ranks: Pools, model: Path, tmp_path: Path
+) -> None:
     with pytest.raises(Exception, match=r"the requests of a task: SHA-256 .* on rank 0 "):
         ranks(2).run(other_texts, model, tmp_path)
 

@@ -30,7 +30,9 @@ def passages(shared_file: Callable[[str], Path]) -> Path:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that has learned a few words by heart, so that some answers are right."""
     texts = [f"one two three and {word} {word}" for word in ("four", "twelve", "seventy")]
-    directory = tiny_gpt2(tmp_path_factory.mktemp("models") / "tiny", [*texts, "other words"] * 5, vocabulary=300)
+    directory = tiny_gpt2(
+        tmp_path_factory.mktemp("models") / "tiny", [*texts, "other words"] * 5, vocabulary=300
+    )
     model: Any = GPT2LMHeadModel.from_pretrained(str(directory))
     tokenizer = AutoTokenizer.from_pretrained(str(directory))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -52,7 +54,9 @@ def one_at_a_time(directory: Path, pairs: list[tuple[str, str]]) -> tuple[list[b
         before, after = tokenizer.encode(context), tokenizer.encode(" " + word)
         ids = torch.tensor([[*before, *after]])
         with torch.no_grad():
-            log_probabilities = model(ids[:, :-1]).logits[0, len(before) - 1 :].double().log_softmax(1)
+            log_probabilities = (
+                model(ids[:, :-1]).logits[0, len(before) - 1 :].double().log_softmax(1)
+            )
         targets = torch.tensor(after)
         right.append(bool((log_probabilities.argmax(1) == targets).all()))
         losses.append(-log_probabilities.gather(1, targets.unsqueeze(1)).sum().item())
@@ -60,11 +64,17 @@ def one_at_a_time(directory: Path, pairs: list[tuple[str, str]]) -> tuple[list[b
 
 
 def test_equals_one_passage_at_a_time(model: Path, tmp_path: Path) -> None:
-    pairs = [("one two three and four", "four"), ("one two three and twelve", "twelve"), ("one two", "seventy")]
+    pairs = [
+        ("one two three and four", "four"),
+        ("one two three and twelve", "twelve"),
+        ("one two", "seventy"),
+    ]
     pairs += [("other words", "two"), ("one two three and seventy", "seventy")]
     file = tmp_path / "lambada.jsonl"
     file.write_text("".join(json.dumps({"context": a, "continuation": b}) + "\n" for a, b in pairs))
-    report = evaluate(model, ["lambada"], {"lambada": file}, EvaluationSettings(device="cpu", batch_size=2))
+    report = evaluate(
+        model, ["lambada"], {"lambada": file}, EvaluationSettings(device="cpu", batch_size=2)
+    )
     result = report["tasks"]["lambada"]
     right, losses = one_at_a_time(model, pairs)
     assert 0 < sum(right) < len(right)
@@ -73,7 +83,10 @@ def test_equals_one_passage_at_a_time(model: Path, tmp_path: Path) -> None:
     assert result["perplexity"] == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-6)
     assert result["examples"] == 5 and result["truncated"] == 0
     limited = EvaluationSettings(device="cpu", limit=2)
-    assert evaluate(model, ["lambada"], {"lambada": file}, limited)["tasks"]["lambada"]["examples"] == 2
+    assert (
+        evaluate(model, ["lambada"], {"lambada": file}, limited)["tasks"]["lambada"]["examples"]
+        == 2
+    )
 
 
 def test_longer_passages_are_cut_on_the_left(model: Path, tmp_path: Path) -> None:
@@ -97,7 +110,9 @@ def test_all_forms_of_the_file_are_the_same_passages(passages: Path, tmp_path: P
     with open(tmp_path / "texts.csv", "w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([("text", "passage"), *(("no passage", text) for text in whole)])
     assert lambada_passages(tmp_path / "texts.csv", "passage", None)[0] == found
-    (tmp_path / "lines.txt").write_text("".join(" ".join(text.split()) + "\n" for text in whole), encoding="utf-8")
+    (tmp_path / "lines.txt").write_text(
+        "".join(" ".join(text.split()) + "\n" for text in whole), encoding="utf-8"
+    )
     lines, _ = lambada_passages(tmp_path / "lines.txt", "text", None)
     assert [word for _, word in lines] == [word for _, word in found]
 
@@ -105,7 +120,11 @@ def test_all_forms_of_the_file_are_the_same_passages(passages: Path, tmp_path: P
 def test_the_hubs_passages(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"text": "I say\n\nyes and no"}, {"text": "b c"}])
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset",
+        lambda *_, **__: [{"text": "I say\n\nyes and no"}, {"text": "b c"}],
+    )
     found, origin = lambada_passages(None, "text", 1)
     assert found == [("I say\n\nyes and", " no")]
     assert origin["dataset"] == "EleutherAI/lambada_openai" and len(origin["sha256"]) == 64
@@ -124,6 +143,7 @@ def test_mistakes(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             lambada_passages(file, "text", None)
     with pytest.raises(
-        UserError, match=r"lambada_openai can't be loaded .* --data lambada=FILE \(lambada_test\.jsonl\)"
+        UserError,
+        match=r"lambada_openai can't be loaded .* --data lambada=FILE \(lambada_test\.jsonl\)",
     ):
         lambada_passages(None, "text", None)

@@ -26,10 +26,18 @@ TEXT = "Some words of a text, and more of them for the model to read. "
 
 
 def write_files(directory: Path) -> dict[str, Any]:
-    """Files for a task of zero_tp's own and one of lm-eval's; gives the keys of `zero_tp.evaluation`."""
-    texts, questions, tasks = directory / "held_out.jsonl", directory / "letters.jsonl", directory / "letters"
+    """Files for a task of zero_tp's own and one of lm-eval's; gives the keys of
+    `zero_tp.evaluation`.
+    """
+    texts, questions, tasks = (
+        directory / "held_out.jsonl",
+        directory / "letters.jsonl",
+        directory / "letters",
+    )
     texts.write_text("".join(json.dumps({"text": TEXT * count}) + "\n" for count in (1, 5, 3)))
-    questions.write_text("".join(json.dumps({"text": "A" * n, "choices": ["B", "C"]}) + "\n" for n in (1, 2, 4)))
+    questions.write_text(
+        "".join(json.dumps({"text": "A" * n, "choices": ["B", "C"]}) + "\n" for n in (1, 2, 4))
+    )
     tasks.mkdir()
     fields = {"doc_to_text": "{{text}}", "doc_to_choice": "{{choices}}", "doc_to_target": 0}
     letters = task_file("letters", questions, "multiple_choice", {"acc": "mean"}, **fields)
@@ -46,11 +54,15 @@ def test_a_continuation_that_no_row_holds_is_refused_before_training(tmp_path: P
     model = tiny_gpt2(tmp_path / "model", [TEXT])
     block = Evaluation(tasks=["lambada"], task_data={"lambada": str(tmp_path / "lambada.jsonl")})
     tokens = LiveTasks(block, model, GPT2Config(vocab_size=1000), 9)._tokenizer(" word").input_ids
-    with pytest.raises(UserError, match=rf"tasks: lambada: a continuation of {len(tokens)} tokens is longer than "):
+    with pytest.raises(
+        UserError, match=rf"tasks: lambada: a continuation of {len(tokens)} tokens is longer than "
+    ):
         LiveTasks(block, model, GPT2Config(vocab_size=1000), len(tokens) - 1)
 
 
-def losses(directory: Path, settings: dict[str, Any], stage: int, live: bool) -> tuple[list[float], list[Any]]:
+def losses(
+    directory: Path, settings: dict[str, Any], stage: int, live: bool
+) -> tuple[list[float], list[Any]]:
     """Of three steps with dropout, and what the tasks gave between them."""
     from zero_tp.engine.engine import TrainingEngine
     from zero_tp.model.causal_lm import CausalLM
@@ -60,7 +72,9 @@ def losses(directory: Path, settings: dict[str, Any], stage: int, live: bool) ->
     config = GPT2Config.from_pretrained(str(directory), attn_implementation="sdpa")
     tasks = LiveTasks(Evaluation(**settings), directory, config, 32)
     model = ZeroTPForCausalLM if live else CausalLM
-    engine = TrainingEngine.from_dict(config, topology, deepspeed_settings(stage), seed=3, model=model)
+    engine = TrainingEngine.from_dict(
+        config, topology, deepspeed_settings(stage), seed=3, model=model
+    )
     found, figures = [], []
     for step in range(3):
         generator = torch.Generator().manual_seed(100 * step + topology.data_rank)
@@ -81,7 +95,9 @@ def test_live_tasks_do_not_change_training(ranks: Pools, tmp_path: Path, stage: 
     assert [each for each, _ in with_tasks] == [each for each, _ in without], "bit for bit"
     figures = [each for _, each in with_tasks]
     assert all(each == figures[0] for each in figures[1:]), "ranks disagree"
-    assert set(figures[0][0]) == {"perplexity", "letters"} and set(figures[0][0]["letters"]) == {"acc"}
+    assert set(figures[0][0]) == {"perplexity", "letters"} and set(figures[0][0]["letters"]) == {
+        "acc"
+    }
     perplexities = [each["perplexity"]["perplexity"] for each in figures[0]]
     assert len(set(perplexities)) == 3, "each is of the weights of its step"
 
@@ -96,10 +112,17 @@ def test_a_run_and_its_evaluation_as_commands(workplace: Path, tmp_path: Path) -
     (tmp_path / "tasks.json").write_text(json.dumps(config))
     directory = str(tmp_path / "run")
     done = script(
-        "launch/pretrain.py", workplace, "--deepspeed_config", str(tmp_path / "tasks.json"), "--output-dir", directory
+        "launch/pretrain.py",
+        workplace,
+        "--deepspeed_config",
+        str(tmp_path / "tasks.json"),
+        "--output-dir",
+        directory,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    logged = [record for record in metrics_of(tmp_path / "run") if "perplexity/perplexity" in record]
+    logged = [
+        record for record in metrics_of(tmp_path / "run") if "perplexity/perplexity" in record
+    ]
     assert [record["step"] for record in logged] == [2, 3]
     names = ("perplexity", "word_perplexity", "bits_per_byte")
     assert set(logged[0]) == {"step", "letters/acc", *(f"perplexity/{name}" for name in names)}
@@ -107,8 +130,14 @@ def test_a_run_and_its_evaluation_as_commands(workplace: Path, tmp_path: Path) -
 
     # The run as it is, without an export, over two ranks.
     settings = config["zero_tp"]["evaluation"]
-    words = f"--model {directory} --tasks perplexity --batch-size 2 --tensor-parallel 2 --sequence-length 32".split()
-    words += ["--data", f"perplexity={settings['task_data']['perplexity']}", "--output", str(tmp_path / "two.json")]
+    sizes = "--batch-size 2 --tensor-parallel 2 --sequence-length 32"
+    words = f"--model {directory} --tasks perplexity {sizes}".split()
+    words += [
+        "--data",
+        f"perplexity={settings['task_data']['perplexity']}",
+        "--output",
+        str(tmp_path / "two.json"),
+    ]
     on_two = run([*launch(2, script="eval/zero_shot.py"), *words], workplace)
     assert on_two.returncode == 0, on_two.stdout + on_two.stderr
     report = json.loads((tmp_path / "two.json").read_text())

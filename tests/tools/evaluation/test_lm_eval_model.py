@@ -17,7 +17,14 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer, OlmoeConfig, OlmoeForCausalLM
 
-from tests.support.harness import Results, assert_same, native_model, ours, parallel_model, reference
+from tests.support.harness import (
+    Results,
+    assert_same,
+    native_model,
+    ours,
+    parallel_model,
+    reference,
+)
 from tests.support.live_evaluation import BATCH, GRIDS, grid, live_model
 from tests.support.lm_eval_tasks import CHOSEN, write_tasks
 from tests.support.pools import Pools
@@ -39,9 +46,16 @@ def experts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = Path(shutil.copytree(model, tmp_path_factory.mktemp("models") / "experts"))
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_experts": 5, "num_experts_per_tok": 2, "max_position_embeddings": 64}
+    sizes |= {
+        "num_attention_heads": 4,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+    }
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    config = OlmoeConfig(**sizes, vocab_size=vocabulary, initializer_range=0.3, pad_token_id=None, eos_token_id=0)
+    config = OlmoeConfig(
+        **sizes, vocab_size=vocabulary, initializer_range=0.3, pad_token_id=None, eos_token_id=0
+    )
     OlmoeForCausalLM(config).save_pretrained(str(directory))
     return directory
 
@@ -51,14 +65,17 @@ def expected(tasks: Path) -> Callable[[Path], Results]:
     """Results of lm-eval's own adapter for a model."""
     return functools.cache(
         lambda directory: (
-            reference(directory, tasks, list(CHOSEN), GRID_LIMIT) | reference(directory, tasks, ["wikitext_local"], 1)
+            reference(directory, tasks, list(CHOSEN), GRID_LIMIT)
+            | reference(directory, tasks, ["wikitext_local"], 1)
         )
     )
 
 
 def answers_on_grid(directory: Path, tasks: Path, tensor: int) -> Results:
     eval_model = parallel_model(directory, grid(tensor), BATCH)
-    return ours(eval_model, tasks, list(CHOSEN), GRID_LIMIT) | ours(eval_model, tasks, ["wikitext_local"], 1)
+    return ours(eval_model, tasks, list(CHOSEN), GRID_LIMIT) | ours(
+        eval_model, tasks, ["wikitext_local"], 1
+    )
 
 
 CASES = [*(("model", *sizes) for sizes in GRIDS), ("experts", 4, 2)]
@@ -84,7 +101,10 @@ def test_transformers_own_class_equals_lm_evals_own_adapter(model: Path, tasks: 
     eval_model = native_model(model)
     # Contexts longer than the model's 64 positions are cut on the left, as there.
     names = [*CHOSEN, "generate_local"]
-    assert assert_same(ours(eval_model, tasks, names, LIMIT), reference(model, tasks, names, LIMIT)) > 200
+    assert (
+        assert_same(ours(eval_model, tasks, names, LIMIT), reference(model, tasks, names, LIMIT))
+        > 200
+    )
     texts = ["wikitext_local"]
     assert assert_same(ours(eval_model, tasks, texts, 3), reference(model, tasks, texts, 3)) == 3
 
@@ -103,13 +123,17 @@ def test_one_token_answers_share_a_forward(model: Path, tasks: Path) -> None:
 
 
 def generated(directory: Path, tasks: Path, by: str, tensor: int) -> Results:
-    """By transformers' own class on each data-parallel rank, by zero_tp's, or by its live ZeRO-3 model."""
+    """By transformers' own class on each data-parallel rank, by zero_tp's, or by its live ZeRO-3
+    model.
+    """
     if by == "transformers":
         eval_model = replace(native_model(directory, BATCH), topology=grid(1))
     else:
         eval_model = parallel_model(directory, grid(tensor), BATCH)
         if by == "zero-3":
-            eval_model = live_model(directory, tensor, 3, lambda engine: ParallelScorer(engine.deepspeed_engine))
+            eval_model = live_model(
+                directory, tensor, 3, lambda engine: ParallelScorer(engine.deepspeed_engine)
+            )
     return ours(eval_model, tasks, ["generate_local"], GRID_LIMIT)
 
 
@@ -122,15 +146,26 @@ def test_generated_text(
     alone = ours(native_model(model, BATCH), tasks, ["generate_local"], GRID_LIMIT)
     texts = {text for (text,) in [answer for (answer,) in alone["generate_local"][1]]}
     assert len(texts) > GRID_LIMIT // 2, "each context has an answer of its own"
-    cases = [("transformers", 2, 1), *(("zero_tp", *grid) for grid in GRIDS), ("zero-3", 2, 1), ("zero-3", 4, 2)]
+    cases = [
+        ("transformers", 2, 1),
+        *(("zero_tp", *grid) for grid in GRIDS),
+        ("zero-3", 2, 1),
+        ("zero-3", 4, 2),
+    ]
     for by, world, tensor in cases:
         for found in ranks(world).run(generated, model, tasks, by, tensor):
             assert assert_same(found, alone) == GRID_LIMIT, (by, world, tensor)
     if not sample:
-        assert assert_same(alone, reference(model, tasks, ["generate_local"], GRID_LIMIT, BATCH)) == GRID_LIMIT
+        assert (
+            assert_same(alone, reference(model, tasks, ["generate_local"], GRID_LIMIT, BATCH))
+            == GRID_LIMIT
+        )
 
 
-TEMPLATE = "{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor %}<assistant>"
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}> {{ message.content }}\n{% endfor "
+    "%}<assistant>"
+)
 
 
 @THOROUGH
@@ -140,16 +175,28 @@ def test_chat_templates_and_samples_are_lm_evals(model: Path, tasks: Path, tmp_p
     tokenizer = AutoTokenizer.from_pretrained(str(chatting))
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(str(chatting))
-    options = TaskOptions(include_path=tasks, limit=4, num_fewshot=1, apply_chat_template=True, log_samples=True)
+    options = TaskOptions(
+        include_path=tasks, limit=4, num_fewshot=1, apply_chat_template=True, log_samples=True
+    )
     (task,) = make_tasks(["copa_local"], {}, options)
     found = task.run(native_model(chatting))["samples"]["copa_local"]
     loaded = TaskManager(include_path=str(tasks), include_defaults=False).load(["copa_local"])
     for each in loaded["tasks"].values():
         each.set_config(key="num_fewshot", value=1)
         each.set_fewshot_seed(1234)
-    lm = HFLM(pretrained=AutoModelForCausalLM.from_pretrained(str(chatting)), tokenizer=tokenizer, batch_size=4)
+    lm = HFLM(
+        pretrained=AutoModelForCausalLM.from_pretrained(str(chatting)),
+        tokenizer=tokenizer,
+        batch_size=4,
+    )
     results = evaluator.evaluate(
-        lm, loaded, limit=4, bootstrap_iters=0, log_samples=True, apply_chat_template=True, fewshot_as_multiturn=True
+        lm,
+        loaded,
+        limit=4,
+        bootstrap_iters=0,
+        log_samples=True,
+        apply_chat_template=True,
+        fewshot_as_multiturn=True,
     )
     expected = results["samples"]["copa_local"]
     assert len(found) == len(expected) == 4
@@ -172,7 +219,12 @@ def test_chat_templates_and_samples_are_lm_evals(model: Path, tasks: Path, tmp_p
     ],
 )
 def test_a_lost_peer_or_full_memory_is_no_fault_of_the_task(
-    model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, world: int, error: Exception, expected: type[Exception]
+    model: Path,
+    tasks: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    world: int,
+    error: Exception,
+    expected: type[Exception],
 ) -> None:
     def failing(*_: object) -> None:
         raise error
@@ -184,7 +236,9 @@ def test_a_lost_peer_or_full_memory_is_no_fault_of_the_task(
     assert raised.type is expected
 
 
-def test_prompts_that_leave_no_room_for_text_are_truncated_and_counted(model: Path, tasks: Path) -> None:
+def test_prompts_that_leave_no_room_for_text_are_truncated_and_counted(
+    model: Path, tasks: Path
+) -> None:
     """By the tokens that lm-eval's adapter gives to `generate`."""
     (task,) = make_tasks(["generate_local"], {}, TaskOptions(include_path=tasks, limit=6))
     eval_model, prompts = native_model(model), list[int]()
@@ -199,7 +253,9 @@ def test_prompts_that_leave_no_room_for_text_are_truncated_and_counted(model: Pa
     lengths, room = list(prompts), sorted(prompts)[2]
     prompts.clear()
     cut = task.run(replace(eval_model, positions=room + 12))  # the task generates 12 tokens
-    assert whole["truncated"] == 0 and sorted(prompts) == sorted(min(length, room) for length in lengths)
+    assert whole["truncated"] == 0 and sorted(prompts) == sorted(
+        min(length, room) for length in lengths
+    )
     assert cut["truncated"] == sum(length > room for length in lengths) > 0
     assert cut["tokens_computed"] - cut["tokens"] == sum(prompts)
 
@@ -209,8 +265,13 @@ def test_a_model_that_cannot_generate(model: Path, tasks: Path) -> None:
     eval_model = native_model(model)
     with pytest.raises(UserError, match="object can't generate text"):
         task.run(replace(eval_model, module=object()))
-    with pytest.raises(UserError, match="generates 12 tokens, and the model's 10 positions leave no room"):
+    with pytest.raises(
+        UserError, match="generates 12 tokens, and the model's 10 positions leave no room"
+    ):
         task.check(10, eval_model.tokenizer)
     (task,) = make_tasks(["copa_local"], {}, TaskOptions(include_path=tasks, limit=2))
-    with pytest.raises(UserError, match=r"copa_local: a continuation of \d+ tokens is longer than the model's 2 posit"):
+    with pytest.raises(
+        UserError,
+        match=r"copa_local: a continuation of \d+ tokens is longer than the model's 2 posit",
+    ):
         task.check(2, eval_model.tokenizer)

@@ -1,4 +1,6 @@
-"""lm-eval's tasks: task files are data, questions of one's own need none, and mistakes are refused by name."""
+"""lm-eval's tasks: task files are data, questions of one's own need none, and mistakes are
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ LIMIT = 25
 
 
 def test_random_states_are_left_alone(model: Path, tasks: Path) -> None:
-    (task,) = make_tasks(["copa_local"], {}, TaskOptions(include_path=tasks, limit=3, num_fewshot=2))
+    (task,) = make_tasks(
+        ["copa_local"], {}, TaskOptions(include_path=tasks, limit=3, num_fewshot=2)
+    )
     eval_model = native_model(model)
 
     def states() -> list[Any]:
@@ -49,7 +53,10 @@ def test_random_states_are_left_alone(model: Path, tasks: Path) -> None:
 @THOROUGH
 def test_a_file_for_a_task_of_lm_evals_own(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "piqa.jsonl"
-    line = '{"goal": "To boil an egg", "sol1": "put it in water", "sol2": "put it in sand", "label": 0}\n'
+    line = (
+        '{"goal": "To boil an egg", "sol1": "put it in water", "sol2": "put it in sand", "label": '
+        "0}\n"
+    )
     file.write_text(line * 3)
     (task,) = make_tasks(["piqa"], {"piqa": file}, TaskOptions())
     result = task.run(native_model(model))
@@ -64,7 +71,10 @@ def refusal(names: list[str], data: dict[str, Path] | None = None, **options: ob
 
 
 def test_a_directory_without_tasks_is_refused(tmp_path: Path) -> None:
-    assert re.search("--include-path .*no such directory", refusal(["copa_local"], include_path=tmp_path / "none"))
+    assert re.search(
+        "--include-path .*no such directory",
+        refusal(["copa_local"], include_path=tmp_path / "none"),
+    )
     assert re.search("no task file", refusal(["copa_local"], include_path=tmp_path))
 
 
@@ -78,21 +88,32 @@ def test_a_directory_without_tasks_is_refused(tmp_path: Path) -> None:
         ("task: [copa_local]", ".*unhashable.*"),
         *(
             (text, "a name in it is not a string; write it in quotes")
-            for text in ("task: yes", "task:", "task: other\ntag: [a, null]", "group: 5\ntask: [copa_local]")
+            for text in (
+                "task: yes",
+                "task:",
+                "task: other\ntag: [a, null]",
+                "group: 5\ntask: [copa_local]",
+            )
         ),
         ("task: copa_local", 'another file has the task "copa_local" already'),
     ],
 )
-def test_a_task_file_that_lm_eval_would_skip_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+def test_a_task_file_that_lm_eval_would_skip_is_refused(
+    tmp_path: Path, text: str, problem: str
+) -> None:
     (tmp_path / "a.yaml").write_text("task: copa_local\ndataset_path: json\n")
     (tmp_path / "b.yaml").write_text(text)
     message = refusal(["copa_local"], include_path=tmp_path)
-    assert re.fullmatch(rf"{tmp_path}/b\.yaml can't be read \({problem}\); correct that file", message), message
+    assert re.fullmatch(
+        rf"{tmp_path}/b\.yaml can't be read \({problem}\); correct that file", message
+    ), message
 
 
 @pytest.fixture
 def without_lm_evals_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups of a directory know no tasks but the directory's: to index lm-eval's own takes seconds."""
+    """Groups of a directory know no tasks but the directory's: to index lm-eval's own takes
+    seconds.
+    """
 
     def without_defaults(include_path: str | None = None, *, include_defaults: bool) -> TaskManager:
         return TaskManager(include_path=include_path, include_defaults=False)
@@ -108,7 +129,9 @@ def without_lm_evals_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("without_lm_evals_tasks")
-def test_a_group_whose_list_has_no_names_is_refused(tmp_path: Path, members: str, words: str) -> None:
+def test_a_group_whose_list_has_no_names_is_refused(
+    tmp_path: Path, members: str, words: str
+) -> None:
     (tmp_path / "b.yaml").write_text(f"group: all\ntask: {members}")
     assert re.match(words, refusal(["all"], include_path=tmp_path))
 
@@ -117,16 +140,30 @@ def test_a_group_whose_list_has_no_names_is_refused(tmp_path: Path, members: str
 def test_tasks_of_a_tag_or_of_a_group_without_a_mean_are_logged(
     model: Path, shared_file: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    fields = dict(zip(("doc_to_text", "doc_to_choice", "doc_to_target"), CHOICE_FIELDS, strict=True))
+    fields = dict(
+        zip(("doc_to_text", "doc_to_choice", "doc_to_target"), CHOICE_FIELDS, strict=True)
+    )
     for name in ("one", "two"):
-        file = task_file(name, shared_file("data/copa.jsonl"), "multiple_choice", {"acc": "mean"}, tag="both", **fields)
+        file = task_file(
+            name,
+            shared_file("data/copa.jsonl"),
+            "multiple_choice",
+            {"acc": "mean"},
+            tag="both",
+            **fields,
+        )
         (tmp_path / f"{name}.yaml").write_text(file)
     (tmp_path / "all.yaml").write_text("group: all\ntask: [one, two]")
     for task in make_tasks(["both", "all"], {}, TaskOptions(include_path=tmp_path, limit=2)):
-        assert task.metrics_to_log(task.run(native_model(model))).keys() == {"one/acc", "two/acc"}, task.name
+        assert task.metrics_to_log(task.run(native_model(model))).keys() == {
+            "one/acc",
+            "two/acc",
+        }, task.name
 
 
-CODE = "task: mine\ndataset_path: json\noutput_type: loglikelihood\ndoc_to_text: !function code.text\n"
+CODE = (
+    "task: mine\ndataset_path: json\noutput_type: loglikelihood\ndoc_to_text: !function code.text\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +177,10 @@ CODE = "task: mine\ndataset_path: json\noutput_type: loglikelihood\ndoc_to_text:
         ("mine.yaml", "group: mine\ntask: [{task: inner, num_fewshot: 1}]\n"),
         ("mine.yaml", "group: mine\ntask: [{group: nested, task: [inner]}]\n"),
         ("mine.yaml", "group: mine\ntask: [{task: new, process_docs: !function code.text}]\n"),
-        ("mine.yaml", "group: mine\ntask: [{task: new, metric_list: [{metric: /some/directory}]}]\n"),
+        (
+            "mine.yaml",
+            "group: mine\ntask: [{task: new, metric_list: [{metric: /some/directory}]}]\n",
+        ),
         ("mine.yaml", "group: mine\ntask: [labelled]\n"),
         ("tagged.yaml", CODE.replace("mine", "tagged") + "tag: mine\n"),
     ],
@@ -150,7 +190,9 @@ def test_no_way_to_a_task_runs_its_python(tmp_path: Path, file: str, text: str) 
     """Named, included, in a group or by a tag."""
     directory = tmp_path / "tasks"
     directory.mkdir()
-    (directory / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef text(doc):\n    return 'one'\n")
+    (directory / "code.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\ndef text(doc):\n    return 'one'\n"
+    )
     (directory / "inner.yaml").write_text(CODE.replace("mine", "inner") + "tag: labelled\n")
     (directory / "other.yml").write_text(CODE)
     (directory / file).write_text(text)
@@ -167,58 +209,90 @@ def test_questions_of_ones_own_need_no_task_file(
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "copa.parquet")
     expected = reference(model, tasks, ["copa_local"], LIMIT)["copa_local"][0]
     for path in (file, tmp_path / "copa.parquet"):
-        (task,) = make_tasks(["multiple_choice"], {"multiple_choice": path}, TaskOptions(limit=LIMIT))
+        (task,) = make_tasks(
+            ["multiple_choice"], {"multiple_choice": path}, TaskOptions(limit=LIMIT)
+        )
         found = task.run(native_model(model))
         assert found["examples"] == LIMIT
         for metric in ("acc,none", "acc_norm,none"):
             assert found["metrics"][metric] == expected[metric]
-    assert re.search("multiple_choice needs JSON lines with query, choices, gold", refusal(["multiple_choice"]))
+    assert re.search(
+        "multiple_choice needs JSON lines with query, choices, gold", refusal(["multiple_choice"])
+    )
     other = tmp_path / "other.jsonl"
     other.write_text('{"question": "one", "choices": ["a", "b"]}\n')
     assert re.search(
-        "no field query: multiple_choice reads query, choices, gold, the file has question, choices; rename",
+        "no field query: multiple_choice reads query, choices, gold, the file has question, "
+        "choices; rename",
         refusal(["multiple_choice"], {"multiple_choice": other}),
     )
     assert re.search(
-        "no examples for --num-fewshot 1", refusal(["multiple_choice"], {"multiple_choice": file}, num_fewshot=1)
+        "no examples for --num-fewshot 1",
+        refusal(["multiple_choice"], {"multiple_choice": file}, num_fewshot=1),
     )
 
 
 @THOROUGH
-def test_mistakes_with_lm_evals_own_tasks(tasks: Path, tmp_path: Path, shared_file: Callable[[str], Path]) -> None:
+def test_mistakes_with_lm_evals_own_tasks(
+    tasks: Path, tmp_path: Path, shared_file: Callable[[str], Path]
+) -> None:
     """lm-eval reads all its task files and tries the network."""
     message = refusal(["copa"], {"copa": shared_file("data/copa.jsonl")})
     assert "copa reads choice1, choice2, label, premise, question, the file has " in message
     assert "or give a file with query, choices, gold as --tasks multiple_choice" in message
-    assert re.search("copa_locl: unknown task; did you mean copa_local", refusal(["copa_locl"], include_path=tasks))
+    assert re.search(
+        "copa_locl: unknown task; did you mean copa_local",
+        refusal(["copa_locl"], include_path=tasks),
+    )
     assert re.search("lambda: unknown task; did you mean lambada or llama or ", refusal(["lambda"]))
-    assert re.search(r"arc_easy: lm-eval can't load it .* --data arc_easy=FILE", refusal(["arc_easy"]))
+    assert re.search(
+        r"arc_easy: lm-eval can't load it .* --data arc_easy=FILE", refusal(["arc_easy"])
+    )
     file = tmp_path / "x.jsonl"
     file.write_text('{"other": 1}\n')
-    wanted = "no field answerKey: arc_easy reads answerKey, choices, question, the file has other; rename its fields"
+    wanted = (
+        "no field answerKey: arc_easy reads answerKey, choices, question, the file has other; "
+        "rename its fields"
+    )
     assert wanted in refusal(["arc_easy"], {"arc_easy": file})
-    assert re.search("no examples for --num-fewshot 2", refusal(["arc_easy"], {"arc_easy": file}, num_fewshot=2))
+    assert re.search(
+        "no examples for --num-fewshot 2", refusal(["arc_easy"], {"arc_easy": file}, num_fewshot=2)
+    )
     assert re.search("mmlu: a group of tasks takes no file", refusal(["mmlu"], {"mmlu": file}))
 
 
 @pytest.mark.parametrize("name", ["hellaswag", "wikitext103"])
 def test_a_missing_lm_eval_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero_tp.tools.evaluation.task.find_spec", lambda package: None)
-    with pytest.raises(UserError, match=r"^[^\n]* needs lm-eval, which is not installed: pip install [^\n]*$"):
+    with pytest.raises(
+        UserError, match=r"^[^\n]* needs lm-eval, which is not installed: pip install [^\n]*$"
+    ):
         make_tasks([name], {}, TaskOptions())
 
 
-def test_task_files_run_no_python(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_files_run_no_python(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, directory = tmp_path / "x.jsonl", tmp_path / "tasks"
-    file.write_text("".join(f'{{"text": "one", "answer": "two", "number": {number}}}\n' for number in (1, 2)))
+    file.write_text(
+        "".join(f'{{"text": "one", "answer": "two", "number": {number}}}\n' for number in (1, 2))
+    )
     directory.mkdir()
-    (directory / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef text(doc):\n    return 'one'\n")
-    plain = {"doc_to_text": "{{text}}", "doc_to_target": " {{answer}}", "metric_list": [{"metric": "acc"}]}
+    (directory / "code.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\ndef text(doc):\n    return 'one'\n"
+    )
+    plain = {
+        "doc_to_text": "{{text}}",
+        "doc_to_target": " {{answer}}",
+        "metric_list": [{"metric": "acc"}],
+    }
 
     def task(allow: bool = False, **changes: object) -> Task:
         fields: dict[str, Any] = {"output_type": "loglikelihood", **plain, **changes}
         (directory / "mine.yaml").write_text(task_file("mine", file, metrics={}, **fields))
-        return make_tasks(["mine"], {}, TaskOptions(include_path=directory, allow_task_code=allow))[0]
+        return make_tasks(["mine"], {}, TaskOptions(include_path=directory, allow_task_code=allow))[
+            0
+        ]
 
     def refuses(message: str, **changes: object) -> None:
         with pytest.raises(UserError, match=message):
@@ -227,20 +301,39 @@ def test_task_files_run_no_python(model: Path, tmp_path: Path, monkeypatch: pyte
 
     eval_model = native_model(model)
     expected = task().run(eval_model)["metrics"]
-    refuses(r"mine: .*mine\.yaml: it runs Python \(!function code\.text\)", doc_to_text="!function code.text")
+    refuses(
+        r"mine: .*mine\.yaml: it runs Python \(!function code\.text\)",
+        doc_to_text="!function code.text",
+    )
     included = str(LM_EVAL_TASKS / "super_glue" / "copa" / "default.yaml")
-    refuses(r"mine: .*mine\.yaml: it runs Python \(!function utils\.", include=included, doc_to_text=None)
+    refuses(
+        r"mine: .*mine\.yaml: it runs Python \(!function utils\.",
+        include=included,
+        doc_to_text=None,
+    )
     refuses("mine: .* is unsafe", doc_to_text="{{ text.__class__.__mro__ }}")
     refuses('"/some/directory" is not one of lm-eval', metric_list=[{"metric": "/some/directory"}])
     refuses('"acc" is not one of lm-eval', metric_list=[{"metric": "acc", "hf_evaluate": True}])
     refuses(r"mine: lm-eval can't load it \('nothing' is undefined\)", doc_to_text="{{ nothing }}")
-    refuses("mine: document 2 of its data doesn't fit its task file", doc_to_text="{{ 1 // (number - 2) }}")
-    refuses(r"mine: document 1 of its data .*a request is \[.*, true\], not text", doc_to_target=True)
-    exact = {"output_type": "generate_until", "doc_to_target": 1, "generation_kwargs": {"max_gen_toks": 2}}
+    refuses(
+        "mine: document 2 of its data doesn't fit its task file",
+        doc_to_text="{{ 1 // (number - 2) }}",
+    )
+    refuses(
+        r"mine: document 1 of its data .*a request is \[.*, true\], not text", doc_to_target=True
+    )
+    exact = {
+        "output_type": "generate_until",
+        "doc_to_target": 1,
+        "generation_kwargs": {"max_gen_toks": 2},
+    }
     exact["metric_list"] = [{"metric": "exact_match", "regexes_to_ignore": ["("]}]
     with pytest.raises(UserError, match=r"mine: lm-eval can't evaluate it .*its task file"):
         task(**exact).run(eval_model)  # type: ignore[arg-type]
-    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):  # no fault of the task file
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(ZeroDivisionError),
+    ):  # no fault of the task file
         patched.setattr(EvalModel, "score", lambda *_: 1 // 0)
         task().run(eval_model)
     os.mkfifo(directory / "pipe.yaml")

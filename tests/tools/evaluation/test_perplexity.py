@@ -25,7 +25,12 @@ from zero_tp.parallel.token_scores import TokenScores
 from zero_tp.tools.corpus.tokenizer_training import train_bpe
 from zero_tp.tools.evaluation import perplexity as module
 from zero_tp.tools.evaluation.eval_model import EvalModel, HuggingFaceScorer
-from zero_tp.tools.evaluation.perplexity import original_tokens, perplexity, sliding_windows, wikitext_split
+from zero_tp.tools.evaluation.perplexity import (
+    original_tokens,
+    perplexity,
+    sliding_windows,
+    wikitext_split,
+)
 from zero_tp.tools.evaluation.settings import EvaluationSettings, TaskOptions
 from zero_tp.tools.evaluation.task import as_json
 from zero_tp.tools.evaluation.zero_shot import evaluate, make_tasks
@@ -40,7 +45,9 @@ DOCUMENTS = [
 
 @pytest.fixture(scope="module")
 def text(shared_file: Callable[[str], Path]) -> str:
-    with gzip.open(shared_file("data/wikitext-103-validation.txt.gz"), "rt", encoding="utf-8") as file:
+    with gzip.open(
+        shared_file("data/wikitext-103-validation.txt.gz"), "rt", encoding="utf-8"
+    ) as file:
         return file.read()
 
 
@@ -50,7 +57,9 @@ def model(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
 
 
 def reference(model: Any, ids: list[int], s: int, o: int) -> tuple[float, int]:
-    """Return (summed NLL, tokens scored): windows of s advance by o; all but the first score their last o targets."""
+    """Return (summed NLL, tokens scored): windows of s advance by o; all but the first score
+    their last o targets.
+    """
     total, count = 0.0, 0
     for start in range(0, len(ids), o):
         window = ids[start : start + s + 1]
@@ -75,9 +84,14 @@ def test_equals_one_window_at_a_time(model: Path, s: int, o: int, batch_size: in
 
     # Room for two rows' logits: batches of three are split.
     scorer = HuggingFaceScorer(native, logits_bytes=2 * s * native.config.vocab_size * 4)
-    eval_model = EvalModel(scorer, native, tokenizer, native.config, positions=s, batch_size=batch_size)
+    eval_model = EvalModel(
+        scorer, native, tokenizer, native.config, positions=s, batch_size=batch_size
+    )
     result = perplexity([*DOCUMENTS, ""], eval_model, overlap=o)
-    ids = [tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True) for text in DOCUMENTS]
+    ids = [
+        tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        for text in DOCUMENTS
+    ]
     expected = [reference(native, [0, *document], s, o) for document in ids]
     assert result["nll"] == pytest.approx(sum(nll for nll, _ in expected), rel=1e-5)
     assert result["tokens"] == sum(map(len, ids)) == sum(count for _, count in expected)
@@ -114,7 +128,9 @@ def test_an_infinite_perplexity_is_null() -> None:
         scored = labels != IGNORE_INDEX
         return TokenScores(scored * 1e6, scored)
 
-    result = perplexity(["four words of é"], EvalModel(score, None, tokenizer, GPT2Config(), positions=16))
+    result = perplexity(
+        ["four words of é"], EvalModel(score, None, tokenizer, GPT2Config(), positions=16)
+    )
     assert (result["words"], result["characters"], result["bytes"]) == (4, 15, 16)
     assert as_json(result)["perplexity"] is None
 
@@ -141,12 +157,18 @@ def test_wikitext_equals_one_window_at_a_time(
     words = len(piece.strip().split(" "))
     assert result["tokens"] == tokens and result["original_tokens"] == words
     assert result["nll"] == pytest.approx(nll, rel=1e-6)
-    divisors = {"perplexity": words, "perplexity_released_code": words - 1, "perplexity_subword": tokens}
+    divisors = {
+        "perplexity": words,
+        "perplexity_released_code": words - 1,
+        "perplexity_subword": tokens,
+    }
     for figure, divisor in divisors.items():
         assert result[figure] == pytest.approx(math.exp(nll / divisor), rel=1e-5)
     assert result["overlap"] == (o or 32)
     assert result["windows"] == math.ceil(max(0, tokens - s) / result["overlap"]) + 1
-    last = (tokens - s) - (result["windows"] - 1) * result["overlap"] + s  # what is left for the last window to read
+    last = (
+        (tokens - s) - (result["windows"] - 1) * result["overlap"] + s
+    )  # what is left for the last window to read
     assert result["tokens_computed"] == (result["windows"] - 1) * s + last
 
 
@@ -163,13 +185,21 @@ def test_the_hubs_lines_are_the_file(
     monkeypatch.setattr(module, "WIKITEXT_TEST_TOKENS", 217_642)
     assert wikitext_split(None, "text")[0] == text
     monkeypatch.setattr(module, "WIKITEXT_TEST_TOKENS", 217_641)
-    with pytest.raises(UserError, match=r"217,642 tokens, not the 217,641 .* give that with --data wikitext103=FILE"):
+    with pytest.raises(
+        UserError,
+        match=r"217,642 tokens, not the 217,641 .* give that with --data wikitext103=FILE",
+    ):
         wikitext_split(None, "text")
 
 
 def test_another_text_than_the_test_split_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"hub \(.*\); give the file with --data wikitext103=FILE \(wiki\.test\.tokens"):
+    with pytest.raises(
+        UserError,
+        match=r"hub \(.*\); give the file with --data wikitext103=FILE \(wiki\.test\.tokens",
+    ):
         make_tasks(["wikitext103"], {}, TaskOptions())
-    (tmp_path / "two.jsonl").write_text("".join(json.dumps({"text": str(n)}) + "\n" for n in range(2)))
+    (tmp_path / "two.jsonl").write_text(
+        "".join(json.dumps({"text": str(n)}) + "\n" for n in range(2))
+    )
     with pytest.raises(UserError, match="2 texts, but wikitext103 is one"):
         make_tasks(["wikitext103"], {"wikitext103": tmp_path / "two.jsonl"}, TaskOptions())

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.harness import Results, assert_same, native_model, ours, parallel_model, reference
+from tests.support.harness import (
+    Results,
+    assert_same,
+    native_model,
+    ours,
+    parallel_model,
+    reference,
+)
 from tests.support.lm_eval_tasks import CHOSEN
 from tests.support.pools import Pools
 from zero_tp.parallel.topology import Topology
@@ -40,13 +47,19 @@ def expected(model: Path, tasks: Path) -> Results:
 def answers(directory: Path, tasks: Path, tensor: int, native: bool) -> Results:
     """On this grid, by transformers' own class or by zero_tp's."""
     topology = Topology(tensor)
-    eval_model = native_model(directory, BATCH) if native else parallel_model(directory, topology, BATCH)
+    eval_model = (
+        native_model(directory, BATCH) if native else parallel_model(directory, topology, BATCH)
+    )
     eval_model = replace(eval_model, topology=topology, positions=POSITIONS)
-    return ours(eval_model, tasks, list(CHOSEN), LIMIT) | ours(eval_model, tasks, ["wikitext_local"], ARTICLES)
+    return ours(eval_model, tasks, list(CHOSEN), LIMIT) | ours(
+        eval_model, tasks, ["wikitext_local"], ARTICLES
+    )
 
 
 @pytest.mark.parametrize("kind", ["transformers", "transformers, DP 2", "zero_tp", "zero_tp, TP"])
-def test_equals_lm_evals_own_adapter(ranks: Pools, model: Path, tasks: Path, expected: Results, kind: str) -> None:
+def test_equals_lm_evals_own_adapter(
+    ranks: Pools, model: Path, tasks: Path, expected: Results, kind: str
+) -> None:
     heads = open_directory(model).config.num_attention_heads
     tensor = next(size for size in (3, 2) if heads % size == 0) if kind.endswith("TP") else 1
     world, native = 2 if kind.endswith("DP 2") else tensor, kind.startswith("transformers")

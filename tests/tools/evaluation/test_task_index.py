@@ -27,7 +27,9 @@ def write(directory: Path, **files: str) -> Path:
 
 @pytest.fixture
 def few_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of lm-eval's own task files, which take seconds to read: a tag of two tasks, and a group of it."""
+    """In place of lm-eval's own task files, which take seconds to read: a tag of two tasks, and
+    a group of it.
+    """
     defaults = write(
         tmp_path / "defaults",
         easy="task: arc_easy\ntag: ai2_arc",
@@ -36,17 +38,27 @@ def few_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
     def few(include_path: str | None = None, *, include_defaults: bool) -> TaskManager:
-        return TaskManager(include_path=str(defaults) if include_defaults else include_path, include_defaults=False)
+        return TaskManager(
+            include_path=str(defaults) if include_defaults else include_path, include_defaults=False
+        )
 
     monkeypatch.setattr("zero_tp.tools.evaluation.task_index.TaskManager", few)
 
 
-@pytest.mark.parametrize(("tag", "kind"), [("ai2_arc", "tag"), ("exams", "group"), ("arc_easy", "task")])
+@pytest.mark.parametrize(
+    ("tag", "kind"), [("ai2_arc", "tag"), ("exams", "group"), ("arc_easy", "task")]
+)
 @pytest.mark.usefixtures("few_defaults")
-def test_a_tag_that_hides_a_name_of_lm_evals_is_refused(tag: str, kind: str, tmp_path: Path) -> None:
-    directory = open_task_directory(write(tmp_path / "mine", mine=f"task: mine\ntag: [{tag}, other]"))
+def test_a_tag_that_hides_a_name_of_lm_evals_is_refused(
+    tag: str, kind: str, tmp_path: Path
+) -> None:
+    directory = open_task_directory(
+        write(tmp_path / "mine", mine=f"task: mine\ntag: [{tag}, other]")
+    )
     for names in (["ai2_arc"], ["exams"], ["mine", "other"]):
-        with pytest.raises(UserError, match=rf'the tag "{tag}" of mine is the name of a {kind} of lm-eval, which '):
+        with pytest.raises(
+            UserError, match=rf'the tag "{tag}" of mine is the name of a {kind} of lm-eval, which '
+        ):
             find_task_manager(names, directory)
     for names in (["mine"], ["mine", "arc_challenge"]):  # the tag is not used
         assert set(names) <= set(find_task_manager(names, directory).all_tasks)
@@ -54,8 +66,12 @@ def test_a_tag_that_hides_a_name_of_lm_evals_is_refused(tag: str, kind: str, tmp
 
 @pytest.mark.usefixtures("few_defaults")
 def test_a_tag_with_all_tasks_of_lm_evals_is_accepted(tmp_path: Path) -> None:
-    copies = {name: f"task: {name}\ntag: ai2_arc" for name in ("arc_easy", "arc_challenge", "arc_mine")}
-    manager = find_task_manager(["ai2_arc"], open_task_directory(write(tmp_path / "mine", **copies)))
+    copies = {
+        name: f"task: {name}\ntag: ai2_arc" for name in ("arc_easy", "arc_challenge", "arc_mine")
+    }
+    manager = find_task_manager(
+        ["ai2_arc"], open_task_directory(write(tmp_path / "mine", **copies))
+    )
     assert manager.task_index["ai2_arc"].tags == set(copies)
     assert {"exams", "science"} <= set(manager.all_tasks)
 
@@ -65,12 +81,18 @@ def test_a_tag_with_all_tasks_of_lm_evals_is_accepted(tmp_path: Path) -> None:
     [
         ("task: one", "task: two\ntag: one", 'its tag "one" is the name of a task in another file'),
         ("task: one\ntag: two", "task: two", 'another file has the tag "two" already'),
-        ("group: one\ntask: [a]", "task: two\ntag: one", 'its tag "one" is the name of a group in another file'),
+        (
+            "group: one\ntask: [a]",
+            "task: two\ntag: one",
+            'its tag "one" is the name of a group in another file',
+        ),
         ("task: one", "group: one\ntask: [a]", 'another file has the task "one" already'),
         ("task: one\ntag: two", "group: two\ntask: [a]", 'another file has the tag "two" already'),
     ],
 )
-def test_names_of_a_directory_are_different(first: str, second: str, problem: str, tmp_path: Path) -> None:
+def test_names_of_a_directory_are_different(
+    first: str, second: str, problem: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=re.escape(problem)):
         open_task_directory(write(tmp_path / "mine", a=first, b=second))
 
@@ -83,7 +105,9 @@ def test_copies_of_an_editor_are_no_tasks(tmp_path: Path) -> None:
 
 
 @THOROUGH
-def test_a_tag_of_lm_evals_is_refused_in_commands_and_runs(small_model: Path, tmp_path: Path) -> None:
+def test_a_tag_of_lm_evals_is_refused_in_commands_and_runs(
+    small_model: Path, tmp_path: Path
+) -> None:
     directory = write(tmp_path / "mine", mine="task: mine\ntag: ai2_arc\ndataset_path: json")
     words = r'the tag "ai2_arc" of mine is the name of a tag of lm-eval'
     with pytest.raises(UserError, match=words):

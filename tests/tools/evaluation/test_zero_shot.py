@@ -1,4 +1,6 @@
-"""`zero-tp evaluate`: a run equals its export, the report, and mistakes reported before the work."""
+"""`zero-tp evaluate`: a run equals its export, the report, and mistakes reported before the
+work.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def data(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("tensor", "shards"), [(1, 1), (2, 2)])
-def test_a_run_equals_its_export(model: Path, data: dict[str, Path], tmp_path: Path, tensor: int, shards: int) -> None:
+def test_a_run_equals_its_export(
+    model: Path, data: dict[str, Path], tmp_path: Path, tensor: int, shards: int
+) -> None:
     run = tmp_path / "run"
     config = AutoConfig.from_pretrained(str(model))
     write_checkpoint(run, config, tensor=tensor, data=shards, step=7, tokenizer=model)
@@ -54,7 +58,9 @@ def test_a_run_equals_its_export(model: Path, data: dict[str, Path], tmp_path: P
         assert found["model"]["step"] == step and found["model"]["class"] == "ZeroTPForCausalLM"
         assert found["model"]["parameters"] == expected["model"]["parameters"]
         for task in data:
-            assert found["tasks"][task]["nll"] == pytest.approx(expected["tasks"][task]["nll"], rel=1e-5)
+            assert found["tasks"][task]["nll"] == pytest.approx(
+                expected["tasks"][task]["nll"], rel=1e-5
+            )
         assert found["tasks"]["lambada"]["accuracy"] == expected["tasks"]["lambada"]["accuracy"]
 
 
@@ -81,7 +87,8 @@ def test_paths_and_texts_are_checked_before_torch_is_imported(model: Path, tmp_p
         "import sys; from pathlib import Path; from zero_tp.base.errors import UserError;"
         "from zero_tp.tools.evaluation.settings import EvaluationSettings;"
         "from zero_tp.tools.evaluation.zero_shot import evaluate, parse_data\n"
-        "for model, names, data in (('none', ['lambada'], []), (sys.argv[1], ['lambada'], ['lambada=wrong.jsonl']),"
+        "for model, names, data in (('none', ['lambada'], []), (sys.argv[1], ['lambada'], "
+        "['lambada=wrong.jsonl']),"
         "(sys.argv[1], ['multiple_choice'], ['multiple_choice=wrong.jsonl']),"
         "(sys.argv[1], ['copa'], ['copa=none'])):\n"
         "    try: evaluate(Path(model), names, parse_data(data), EvaluationSettings())\n"
@@ -89,7 +96,11 @@ def test_paths_and_texts_are_checked_before_torch_is_imported(model: Path, tmp_p
         "assert not {'torch', 'transformers', 'lm_eval'} & sys.modules.keys()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(model)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, str(model)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     first, second, third, fourth = done.stdout.splitlines()
@@ -97,34 +108,48 @@ def test_paths_and_texts_are_checked_before_torch_is_imported(model: Path, tmp_p
     assert "wrong.jsonl:1: no key 'text'" in second and "no field query" in third
 
 
-def test_the_report_has_the_figures_in_json_and_as_tables(model: Path, data: dict[str, Path], tmp_path: Path) -> None:
+def test_the_report_has_the_figures_in_json_and_as_tables(
+    model: Path, data: dict[str, Path], tmp_path: Path
+) -> None:
     wiki = tmp_path / "wiki.txt"
     wiki.write_text("some words of a text \n" * 30)
     names = [*data, "wikitext103"]
     report = evaluate(model, names, {**data, "wikitext103": wiki}, replace(SETTINGS, limit=1))
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     result = report["tasks"]["perplexity"]
-    assert report["settings"]["sequence_length"] == result["overlap"] == 64 and len(result["data"]["sha256"]) == 64
+    assert (
+        report["settings"]["sequence_length"] == result["overlap"] == 64
+        and len(result["data"]["sha256"]) == 64
+    )
     assert result["perplexity"] == pytest.approx(math.exp(result["nll"] / result["tokens"]))
     tasks = report["tasks"]
     assert tasks["lambada"]["examples"] == 1 and tasks["wikitext103"]["original_tokens"] > 100, (
         "the limit is for examples"
     )
     lines = [line for line in table(report).splitlines() if line]
-    assert [line.split()[0] for line in lines] == [word for name in names for word in ("task", name)]
+    assert [line.split()[0] for line in lines] == [
+        word for name in names for word in ("task", name)
+    ]
     assert len(lines[0]) == len(lines[1]) and f"{result['perplexity']:,.3f}" in lines[1]
 
 
 def test_samples_are_files_beside_the_report(tmp_path: Path) -> None:
     """One for each task, whatever its name."""
-    samples = {"../mine/a": [{"acc": 1}, {"acc": 0}], "../mine a": [{"acc": 2}], "copa_local": [{"acc": 3}]}
+    samples = {
+        "../mine/a": [{"acc": 1}, {"acc": 0}],
+        "../mine a": [{"acc": 2}],
+        "copa_local": [{"acc": 3}],
+    }
     report: dict[str, Any] = {"tasks": {"mine": {"samples": dict(samples)}, "perplexity": {}}}
     files = write_samples(tmp_path / "results.json", report)
     assert [file.name for file in files] == [
         f"results_samples_{name}.jsonl" for name in ("..%2Fmine%2Fa", "..%2Fmine%20a", "copa_local")
     ]
     for file, records in zip(files, samples.values(), strict=True):
-        assert file.parent == tmp_path and [json.loads(line) for line in file.read_text().splitlines()] == records
+        assert (
+            file.parent == tmp_path
+            and [json.loads(line) for line in file.read_text().splitlines()] == records
+        )
     assert report == {"tasks": {"mine": {}, "perplexity": {}}}
 
 
@@ -156,7 +181,9 @@ def test_data_that_fit_no_task_are_refused(pairs: list[str], message: str) -> No
 
 def test_data_of_another_task_are_refused() -> None:
     """Before the model: a text would come from the hub instead."""
-    with pytest.raises(UserError, match=r"^--data wikitext=x: 'wikitext' is not among --tasks wikitext103,lambada$"):
+    with pytest.raises(
+        UserError, match=r"^--data wikitext=x: 'wikitext' is not among --tasks wikitext103,lambada$"
+    ):
         evaluate(Path("none"), ["wikitext103", "lambada"], {"wikitext": Path("x")}, SETTINGS)
 
 
@@ -185,9 +212,13 @@ def test_a_figure_that_is_not_finite_is_named() -> None:
         ({"device": "warp"}, "--device warp"),
     ],
 )
-def test_bad_settings(model: Path, data: dict[str, Path], options: dict[str, Any], message: str) -> None:
+def test_bad_settings(
+    model: Path, data: dict[str, Path], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
-        evaluate(model, ["perplexity"], {"perplexity": data["perplexity"]}, replace(SETTINGS, **options))
+        evaluate(
+            model, ["perplexity"], {"perplexity": data["perplexity"]}, replace(SETTINGS, **options)
+        )
 
 
 def test_names_and_options_that_fit_no_task_are_refused() -> None:
@@ -195,9 +226,13 @@ def test_names_and_options_that_fit_no_task_are_refused() -> None:
         parse_tasks(",")
     with pytest.raises(UserError, match="--limit 1: wikitext103 is one text; leave the limit out"):
         make_tasks(["wikitext103"], {}, replace(SETTINGS, limit=1))
-    with pytest.raises(UserError, match="--overlap: lambada: for perplexity and wikitext103 only; leave it out"):
+    with pytest.raises(
+        UserError, match="--overlap: lambada: for perplexity and wikitext103 only; leave it out"
+    ):
         make_tasks(["lambada"], {}, replace(SETTINGS, overlap=16))
-    with pytest.raises(UserError, match="--text-key: copa: for perplexity and wikitext103 and lambada only"):
+    with pytest.raises(
+        UserError, match="--text-key: copa: for perplexity and wikitext103 and lambada only"
+    ):
         make_tasks(["copa"], {}, replace(SETTINGS, text_key="prose"))
 
 

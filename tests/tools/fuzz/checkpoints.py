@@ -2,8 +2,8 @@
 
     python -m tests.tools.fuzz checkpoints --count 1000
 
-What a command makes of the damaged run equals, bit for bit, what it makes of the undamaged one, or its error names the
-file.
+What a command makes of the damaged run equals, bit for bit, what it makes of the undamaged one, or
+its error names the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ CONFIG: dict[str, Any] = {
     "zero_optimization": {"stage": 1},
     "zero_tp": {
         "model": {
-            **{"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": 300},
+            **{
+                "model_type": "gpt2",
+                "n_layer": 1,
+                "n_embd": 16,
+                "n_head": 2,
+                "n_positions": 32,
+                "vocab_size": 300,
+            },
             **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
         },
         "data": {"train": "data/train", "sequence_length": 16},
@@ -42,7 +49,14 @@ CONFIG: dict[str, Any] = {
 
 
 def pretrain(run_directory: str, steps: int) -> list[str]:
-    return ["--deepspeed_config", "run.json", "--output-dir", run_directory, "--set", f"zero_tp.training.steps={steps}"]
+    return [
+        "--deepspeed_config",
+        "run.json",
+        "--output-dir",
+        run_directory,
+        "--set",
+        f"zero_tp.training.steps={steps}",
+    ]
 
 
 CONSUMERS: dict[str, tuple[str, Callable[[str], list[str]]]] = {
@@ -51,7 +65,10 @@ CONSUMERS: dict[str, tuple[str, Callable[[str], list[str]]]] = {
     "inspect": ("zero_tp/__main__.py", lambda name: ["inspect", name]),
     "export": ("launch/convert.py", lambda name: ["to-hf", name, "--output", "export"]),
     "evaluate": ("eval/zero_shot.py", lambda name: ["--model", name, *PERPLEXITY]),
-    "sample": ("launch/sample.py", lambda name: ["--model", name, "--prompt", "the people", "--temperature", "0"]),
+    "sample": (
+        "launch/sample.py",
+        lambda name: ["--model", name, "--prompt", "the people", "--temperature", "0"],
+    ),
 }
 WEIGHTS = {"resume": 4, "verify": 6, "inspect": 3, "export": 6, "evaluate": 6, "sample": 1}
 
@@ -65,17 +82,39 @@ def outcome(consumer: str, ended: Ended, directory: Path, name: str) -> Any:
         lines = (directory / name / "metrics.jsonl").read_bytes().splitlines()
         last = json.loads(lines[-1])
         files = {file: each["sha256"] for file, each in manifest["files"].items()}
-        return {"loss": last["loss"], "grad_norm": last["grad_norm"], "files": files, "progress": manifest["progress"]}
+        return {
+            "loss": last["loss"],
+            "grad_norm": last["grad_norm"],
+            "files": files,
+            "progress": manifest["progress"],
+        }
     if consumer in ("verify", "inspect"):
-        return [line for line in ended.out.splitlines() if not line.startswith(("complete", "versions", "skipped"))]
+        return [
+            line
+            for line in ended.out.splitlines()
+            if not line.startswith(("complete", "versions", "skipped"))
+        ]
     if consumer == "export":
         # The card tells figures of metrics.jsonl too, which is a log and no part of the checkpoint.
-        paths = sorted(path for path in (directory / "export").iterdir() if path.name != "README.md")
-        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}
+        paths = sorted(
+            path for path in (directory / "export").iterdir() if path.name != "README.md"
+        )
+        return {
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in paths
+            if path.is_file()
+        }
     if consumer == "evaluate":
         report = json.loads((directory / "report.json").read_text())
-        figures = {key: value for key, value in report["tasks"]["perplexity"].items() if "second" not in key}
-        return {"figures": figures, "model": {key: report["model"][key] for key in ("class", "parameters", "step")}}
+        figures = {
+            key: value
+            for key, value in report["tasks"]["perplexity"].items()
+            if "second" not in key
+        }
+        return {
+            "figures": figures,
+            "model": {key: report["model"][key] for key in ("class", "parameters", "step")},
+        }
     return ended.out
 
 
@@ -101,7 +140,16 @@ def move(directory: Path) -> None:
         moved = directory / "moved"
         write_checkpoint(moved, config, tensor=2, data=2, step=step, whole=partial(_whole, reader))
         with rewritten(step_directory(moved, step)) as written:
-            for key in ("model", "generation", "progress", "fixed", "corpora", "tokenizer", "versions", "config"):
+            for key in (
+                "model",
+                "generation",
+                "progress",
+                "fixed",
+                "corpora",
+                "tokenizer",
+                "versions",
+                "config",
+            ):
                 written[key] = manifest[key]
     for file in ("config.json", "metrics.jsonl"):
         shutil.copy(directory / "run" / file, directory / "moved" / file)
@@ -114,7 +162,9 @@ def base() -> Path:
     chance = random.Random(7)
     texts = [" ".join(chance.choices(WORDS.split(), k=60)) for _ in range(40)]
     (directory / "text.txt").write_text(" ".join(chance.choices(WORDS.split(), k=80)))
-    (directory / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (directory / "lines.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     words = ["--input", "lines.jsonl", "--tokenizer", "bpe:300", "--output", "data"]
     prepared = run("launch/prepare_data.py", words, directory, limit=60)
     assert prepared.status == 0, prepared.err
@@ -126,7 +176,9 @@ def base() -> Path:
 
 
 def consume(consumer: str, workplace: Path, name: str) -> tuple[Ended, Any]:
-    """Run a command → its end, and what it made, without the place where it was made; None where it did not make it."""
+    """Run a command → its end, and what it made, without the place where it was made; None where
+    it did not make it.
+    """
     script, words = CONSUMERS[consumer]
     ended = run(script, words(name), workplace, limit=60)
     made = outcome(consumer, ended, workplace, name) if ended.status == 0 else None
@@ -154,7 +206,7 @@ def make_workplace(workplace: Path, name: str) -> None:
     shutil.copytree(directory / name, workplace / name, symlinks=True)
 
 
-# --- damage -----------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 
 def swap(file: Path, draw: random.Random) -> str:
@@ -168,7 +220,9 @@ def swap(file: Path, draw: random.Random) -> str:
 
 def add(file: Path, draw: random.Random) -> str:
     """Add something that does not belong there."""
-    name = draw.choice(("states_tp09_dp0000.safetensors", "step_00000099", "notes.txt", "latest.new", ".writing"))
+    name = draw.choice(
+        ("states_tp09_dp0000.safetensors", "step_00000099", "notes.txt", "latest.new", ".writing")
+    )
     extra = file.parent / name
     if extra.exists():
         return "nothing added"
@@ -182,7 +236,9 @@ DAMAGES = (*[damage] * 10, swap, add)
 
 
 def regular_files(run_directory: Path) -> list[Path]:
-    return sorted(path for path in run_directory.rglob("*") if path.is_file() and not path.is_symlink())
+    return sorted(
+        path for path in run_directory.rglob("*") if path.is_file() and not path.is_symlink()
+    )
 
 
 def target(run_directory: Path, draw: random.Random) -> Path:
@@ -190,7 +246,9 @@ def target(run_directory: Path, draw: random.Random) -> Path:
     files = regular_files(run_directory)
     newest = [path for path in files if path.parent.name == f"step_{SAVED[-1]:08d}"]
     manifests = [path for path in newest if path.name == "manifest.json"]
-    return draw.choice(draw.choice([group for group in (manifests, newest, newest, files) if group]))
+    return draw.choice(
+        draw.choice([group for group in (manifests, newest, newest, files) if group])
+    )
 
 
 def case(draw: random.Random, directory: Path) -> str:
@@ -206,20 +264,30 @@ def case(draw: random.Random, directory: Path) -> str:
     description = f"{consumer} of {name} ({GRIDS[name]}), {'; '.join(changes)}"
     left = {path: path.read_bytes() for path in regular_files(workplace / name)}
     checkpoints = workplace / name / "checkpoints"
-    complete = [step for step in SAVED if (checkpoints / f"step_{step:08d}/manifest.json").is_file()]
+    complete = [
+        step for step in SAVED if (checkpoints / f"step_{step:08d}/manifest.json").is_file()
+    ]
     ended, made = consume(consumer, workplace, name)
     problem = broken_promise(ended)
     assert problem is None, f"{description}: {problem}"
     damaged = [path for path, content in before.items() if left.get(path) != content]
     if ended.status == BAD_INPUT:
-        named = [path for path in damaged if path.name in ended.err or path.parent.name in ended.err]
-        assert named or consumer == "sample", f"{description}: {ended.err[-300:]} names none of the files"
+        named = [
+            path for path in damaged if path.name in ended.err or path.parent.name in ended.err
+        ]
+        assert named or consumer == "sample", (
+            f"{description}: {ended.err[-300:]} names none of the files"
+        )
         return "named" if named else "refused"
     if consumer == "verify" and complete:  # its output is the same whatever it has read
         verified = [
-            path for path in damaged if path.parent.name == f"step_{complete[-1]:08d}" and "states" in path.name
+            path
+            for path in damaged
+            if path.parent.name == f"step_{complete[-1]:08d}" and "states" in path.name
         ]
         assert not verified, f"{description}: verified"
     undamaged = expected(consumer, name, complete[-1]) if complete else None
-    assert complete and made == undamaged, f"{description}: status 0, but {str(made)[:300]}, not {str(undamaged)[:300]}"
+    assert complete and made == undamaged, (
+        f"{description}: status 0, but {str(made)[:300]}, not {str(undamaged)[:300]}"
+    )
     return "equal"

@@ -34,7 +34,16 @@ ENVIRONMENT = {
     "RAYON_NUM_THREADS": "1",
 }
 PERPLEXITY = (
-    *("--tasks", "perplexity", "--data", "perplexity=text.txt", "--device", "cpu", "--batch-size", "1"),
+    *(
+        "--tasks",
+        "perplexity",
+        "--data",
+        "perplexity=text.txt",
+        "--device",
+        "cpu",
+        "--batch-size",
+        "1",
+    ),
     *("--output", "report.json"),
 )
 """Arguments of eval/zero_shot.py besides its model."""
@@ -42,8 +51,9 @@ PERPLEXITY = (
 
 @dataclass(frozen=True)
 class Ended:
-    """A command has ended: with this exit status (minus a signal's number; None where it was still running at the
-    limit), having printed this."""
+    """A command has ended: with this exit status (minus a signal's number; None where it was still
+    running at the limit), having printed this.
+    """
 
     status: int | None
     out: str
@@ -59,9 +69,11 @@ def run(
     environment: Mapping[str, str] | None = None,
     limit: float = LIMIT,
 ) -> Ended:
-    """Run `python SCRIPT ARGUMENTS` in `directory`, in a fork of this process: what it has imported costs nothing.
+    """Run `python SCRIPT ARGUMENTS` in `directory`, in a fork of this process: what it has imported
+    costs nothing.
 
-    Nothing that starts threads (a tokenizer, a large sum of torch) may have run in this process before.
+    Nothing that starts threads (a tokenizer, a large sum of torch) may have run in this process
+    before.
 
     Args:
         script: its path from the repository's root.
@@ -77,12 +89,27 @@ def run(
         return Ended(status, _text(out), _text(err), time.monotonic() - begin)
 
 
-def start(script: str, arguments: Sequence[str], directory: Path, environment: Mapping[str, str], errors: Path) -> int:
-    """Start a command as `run` does, and return its process's number; its stderr is added to a file."""
+def start(
+    script: str,
+    arguments: Sequence[str],
+    directory: Path,
+    environment: Mapping[str, str],
+    errors: Path,
+) -> int:
+    """Start a command as `run` does, and return its process's number; its stderr is added to a
+    file.
+    """
     child = os.fork()
     if child == 0:
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        _become(script, arguments, directory, environment, nowhere, os.open(errors, os.O_WRONLY | os.O_APPEND))
+        _become(
+            script,
+            arguments,
+            directory,
+            environment,
+            nowhere,
+            os.open(errors, os.O_WRONLY | os.O_APPEND),
+        )
     return child
 
 
@@ -92,7 +119,12 @@ def _text(stream: IO[bytes]) -> str:
 
 
 def _become(
-    script: str, arguments: Sequence[str], directory: Path, environment: Mapping[str, str], out: int, err: int
+    script: str,
+    arguments: Sequence[str],
+    directory: Path,
+    environment: Mapping[str, str],
+    out: int,
+    err: int,
 ) -> None:
     """Be the command, and end this process with its status."""
     status = 1
@@ -102,7 +134,10 @@ def _become(
         os.environ.update({**ENVIRONMENT, **environment})
         for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
             os.dup2(descriptor, target)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
+        sys.stdout, sys.stderr = (
+            os.fdopen(1, "w", closefd=False),
+            os.fdopen(2, "w", buffering=1, closefd=False),
+        )
         sys.argv = [str(ROOT / script), *arguments]
         runpy.run_path(sys.argv[0], run_name="__main__")
         status = 0
@@ -130,7 +165,13 @@ def _wait(child: int, begin: float, limit: float) -> int | None:
 
 
 def attempt(
-    what: str, script: str, arguments: Sequence[str], directory: Path, *, check: bool = False, **options: Any
+    what: str,
+    script: str,
+    arguments: Sequence[str],
+    directory: Path,
+    *,
+    check: bool = False,
+    **options: Any,
 ) -> Ended | None:
     """Run a command and hold it to what every command promises → None where it refused its input.
 
@@ -144,11 +185,12 @@ def attempt(
 
 
 def broken_promise(ended: Ended, *, check: bool = False) -> str | None:
-    """Return what the command has done that none may, or None: it ended by itself, in time, with status 0 or with
-    status 2 and one line `error: …` that a terminal can show, and no traceback.
+    """Return what the command has done that none may, or None: it ended by itself, in time, with
+    status 0 or with status 2 and one line `error: …` that a terminal can show, and no traceback.
 
     Args:
-        check: it is a check, which has a line for each mistake, and status 1 if something is missing.
+        check: it is a check, which has a line for each mistake, and status 1 if something is
+            missing.
     """
     if ended.status is None:
         return f"was still running after {ended.seconds:.0f} s"
@@ -161,7 +203,9 @@ def broken_promise(ended: Ended, *, check: bool = False) -> str | None:
         return f"printed control characters: {ended.err[-500:]!r}"
     errors = [line for line in ended.err.splitlines() if line.startswith("error: ")]
     counted = len(errors) == 1 or (check and errors)
-    if ended.status == BAD_INPUT and not (counted and ended.err.rstrip().endswith("\n".join(errors))):
+    if ended.status == BAD_INPUT and not (
+        counted and ended.err.rstrip().endswith("\n".join(errors))
+    ):
         return f"ended with status {BAD_INPUT} without one line `error: …`: {ended.err[-500:]}"
     return next(filter(None, (broken_style(line.removeprefix("error: ")) for line in errors)), None)
 
@@ -169,14 +213,17 @@ def broken_promise(ended: Ended, *, check: bool = False) -> str | None:
 def broken_style(refusal: str) -> str | None:
     """Return what is wrong with the text of a refusal, or None if it is short.
 
-    A path or a value without blanks counts as `LONGEST_WORD` characters at most: its length is the user's.
+    A path or a value without blanks counts as `LONGEST_WORD` characters at most: its length is the
+    user's.
     """
     length = len(re.sub(rf"(\S{{{LONGEST_WORD}}})\S+", r"\1", refusal))
     return f"its refusal has {length:,} characters: {refusal}" if length > LONGEST_REFUSAL else None
 
 
 def scratch() -> Path:
-    """Make a directory that is there until this process ends, whatever its forks do at their ends."""
+    """Make a directory that is there until this process ends, whatever its forks do at their
+    ends.
+    """
     directory, owner = Path(tempfile.mkdtemp(prefix="zero_tp-fuzz-")), os.getpid()
 
     def remove() -> None:

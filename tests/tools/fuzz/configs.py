@@ -1,10 +1,11 @@
-"""Configs are changed at random, checked, and planned for; a small one that is accepted has to train a step.
+"""Configs are changed at random, checked, and planned for; a small one that is accepted has to
+train a step.
 
     python -m tests.tools.fuzz configs --count 1000
 
-A tiny config with a corpus is the base. Values of every kind go to places of its tree; keys go, come and are mistyped.
-What `check` accepts without naming an absent file trains a step in one process, where it asks for one rank and for no
-more than a million parameters.
+A tiny config with a corpus is the base. Values of every kind go to places of its tree; keys go,
+come and are mistyped. What `check` accepts without naming an absent file trains a step in one
+process, where it asks for one rank and for no more than a million parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 1,
     "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "torch_adam": True}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 1e-3, "betas": [0.9, 0.95], "torch_adam": True},
+    },
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": "auto"}},
     "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"},
     "zero_tp": {
@@ -44,7 +48,12 @@ BASE: dict[str, Any] = {
 }
 LLAMA = {
     **{"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
-    **{"num_key_value_heads": 1, "intermediate_size": 16, "max_position_embeddings": 16, "vocab_size": VOCABULARY},
+    **{
+        "num_key_value_heads": 1,
+        "intermediate_size": 16,
+        "max_position_embeddings": 16,
+        "vocab_size": VOCABULARY,
+    },
 }
 ADDED: tuple[tuple[str, Any], ...] = (
     ("train_batch_size", 2),
@@ -57,7 +66,10 @@ ADDED: tuple[tuple[str, Any], ...] = (
     ("zero_optimization.overlap_comm", True),
     ("zero_optimization.contiguous_gradients", False),
     ("activation_checkpointing", {"partition_activations": True}),
-    *(("zero_tp.recompute", value) for value in ("full", {"mode": "full", "layers": 1}, "selective")),
+    *(
+        ("zero_tp.recompute", value)
+        for value in ("full", {"mode": "full", "layers": 1}, "selective")
+    ),
     ("zero_tp.attention", "eager"),
     ("zero_tp.data.document_attention", "reset"),
     ("zero_tp.checkpoint", {"interval": 1, "keep": 1, "async": True}),
@@ -81,7 +93,11 @@ ADDED: tuple[tuple[str, Any], ...] = (
 def base() -> Path:
     """Return a directory with a corpus of `VOCABULARY` tokens."""
     directory = scratch()
-    write_corpus(directory / "data" / "train", [np.arange(size) % VOCABULARY for size in (5, 40, 60)], VOCABULARY)
+    write_corpus(
+        directory / "data" / "train",
+        [np.arange(size) % VOCABULARY for size in (5, 40, 60)],
+        VOCABULARY,
+    )
     return directory
 
 
@@ -100,7 +116,11 @@ def change(config: dict[str, Any], draw: random.Random) -> str:
 def parameters(config: dict[str, Any]) -> float:
     """Return about how many parameters a config that was accepted has at most."""
     model = config["zero_tp"]["model"]
-    sizes = [value for value in model.values() if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    sizes = [
+        value
+        for value in model.values()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    ]
     layers = max(model.get("n_layer") or 1, model.get("num_hidden_layers") or 1, 1)
     widest = max([16, *sizes])
     defaults = 0 if {"n_embd", "hidden_size"} & model.keys() and "vocab_size" in model else 1e9
@@ -120,9 +140,15 @@ def case(draw: random.Random, directory: Path) -> str:
         text = draw.choice([text[:cut], text[:cut] + draw.choice('{}[]",:\0\x1b') + text[cut:]])
         changes.append("text")
     (directory / "run.json").write_text(text)
-    world = [] if (drawn := draw.random()) < 0.3 else ["--world-size", "1" if drawn < 0.9 else str(draw.choice(ODD))]
+    world = (
+        []
+        if (drawn := draw.random()) < 0.3
+        else ["--world-size", "1" if drawn < 0.9 else str(draw.choice(ODD))]
+    )
     description = f"{changes} {' '.join(world)}"
-    checked = attempt(description, "zero_tp/__main__.py", ["check", "run.json", *world], directory, check=True)
+    checked = attempt(
+        description, "zero_tp/__main__.py", ["check", "run.json", *world], directory, check=True
+    )
     if draw.random() < 0.2:
         options = [*(world or ["--world-size", "1"]), "--device", draw.choice(["cpu", "h100-80gb"])]
         options += draw.choice([[], [], ["--search", "--top", "2"], ["--json"]])
@@ -131,8 +157,15 @@ def case(draw: random.Random, directory: Path) -> str:
         return "refused"
     absent = "not here" in checked.out
     assert absent or not checked.status, description
-    if absent or world != ["--world-size", "1"] or parameters(config) > 1e6 or draw.random() > TRAINED_SHARE:
+    if (
+        absent
+        or world != ["--world-size", "1"]
+        or parameters(config) > 1e6
+        or draw.random() > TRAINED_SHARE
+    ):
         return "absent" if absent else "accepted"
-    trained = attempt(description, "launch/pretrain.py", ["--deepspeed_config", "run.json"], directory)
+    trained = attempt(
+        description, "launch/pretrain.py", ["--deepspeed_config", "run.json"], directory
+    )
     assert trained is not None, f"accepted by check, and cannot start: {description}"
     return "trained"

@@ -13,14 +13,47 @@ from typing import Any
 ODD: tuple[Any, ...] = (
     *(0, 1, 2, 3, 7, 8, 16, 64, 100, 999, -1, 0.5, 1.5, 1e-300, 1e-7, 1e5, 1e20, 1e300, -0.0),
     *(2**31 - 1, 2**31, 2**53, 2**53 + 1, 2**63, 10**30, 10**99, 10**400),
-    *(True, False, None, "", "auto", "8", "nan", "x" * 300, "a\0b", "\x1b[31m", "é…\u202e", "../..", "data/absent"),
-    *([], {}, [1], [0.9, 0.95], [[]], {"": 1}, {"a": {"b": 1}}, ["auto"], "fp32", "bf16", "cpu", "none"),
+    *(
+        True,
+        False,
+        None,
+        "",
+        "auto",
+        "8",
+        "nan",
+        "x" * 300,
+        "a\0b",
+        "\x1b[31m",
+        "é…\u202e",
+        "../..",
+        "data/absent",
+    ),
+    *(
+        [],
+        {},
+        [1],
+        [0.9, 0.95],
+        [[]],
+        {"": 1},
+        {"a": {"b": 1}},
+        ["auto"],
+        "fp32",
+        "bf16",
+        "cpu",
+        "none",
+    ),
 )
 
 
 def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the path of everything within a JSON value, the empty one first."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     return [path, *(place for key, inner in items for place in places(inner, (*path, key)))]
 
 
@@ -31,7 +64,9 @@ def at(tree: Any, path: tuple[Any, ...]) -> Any:
 
 
 def edit_json(tree: Any, draw: random.Random, odd: Sequence[Any] = ODD) -> str:
-    """Change, rename or drop one value of a JSON object or list that has some, often one of its top level."""
+    """Change, rename or drop one value of a JSON object or list that has some, often one of its
+    top level.
+    """
     inner = places(tree)[1:]
     *parents, key = draw.choice(draw.choice((inner, [path for path in inner if len(path) == 1])))
     block, before = at(tree, tuple(parents)), at(tree, (*parents, key))
@@ -67,7 +102,9 @@ def edit_json_file(file: Path, draw: random.Random, odd: Sequence[Any] = ODD) ->
     return description
 
 
-def damage_bytes(content: bytes, draw: random.Random, limit: int | None = None) -> tuple[bytes, str]:
+def damage_bytes(
+    content: bytes, draw: random.Random, limit: int | None = None
+) -> tuple[bytes, str]:
     """Flip bits, cut, overwrite, insert or append, before `limit` where there is one."""
     end = len(content) if limit is None else limit
     place = draw.randrange(end + 1)
@@ -83,15 +120,21 @@ def damage_bytes(content: bytes, draw: random.Random, limit: int | None = None) 
         return content[:keep], f"cut after {keep} of {len(content)} bytes"
     if how == "overwrite":
         block = draw.choice((bytes(64), draw.randbytes(64), content[:64]))[: end - place]
-        return content[:place] + block + content[place + len(block) :], f"{len(block)} bytes overwritten at {place}"
+        return content[:place] + block + content[
+            place + len(block) :
+        ], f"{len(block)} bytes overwritten at {place}"
     place = place if how == "insert" else len(content)
-    more = draw.choice((b"\0", b"\xff", b"\x1b[31m", b'"', b"\n\n", b"{" * 300, b"9" * 5000, draw.randbytes(8)))
+    more = draw.choice(
+        (b"\0", b"\xff", b"\x1b[31m", b'"', b"\n\n", b"{" * 300, b"9" * 5000, draw.randbytes(8))
+    )
     return content[:place] + more + content[place:], f"{more[:8]!r} at {place}"
 
 
 def damage(file: Path, draw: random.Random) -> str:
     """Damage a file, mostly its bytes."""
-    how = draw.choice((*[damage_file] * 6, delete_file, replace_file, edit_json_file, edit_json_file))
+    how = draw.choice(
+        (*[damage_file] * 6, delete_file, replace_file, edit_json_file, edit_json_file)
+    )
     return f"{file.name}: {how(file, draw)}"
 
 

@@ -2,9 +2,10 @@
 
     python -m tests.tools.fuzz data --count 1000
 
-What `prepare_data.py` accepts holds the ids that the tokenizer gives for the documents that a few lines here find in
-the same files; each document is kept or counted as dropped, and with --strict none is; a damaged output is never "up to
-date"; a damaged corpus is refused in one line, or is known as another.
+What `prepare_data.py` accepts holds the ids that the tokenizer gives for the documents that a few
+lines here find in the same files; each document is kept or counted as dropped, and with --strict
+none is; a damaged output is never "up to date"; a damaged corpus is refused in one line, or is
+known as another.
 """
 
 from __future__ import annotations
@@ -40,7 +41,15 @@ def line(draw: random.Random) -> bytes:
     odd = draw.randrange(600)
     if odd == 0:
         return draw.choice(
-            [b"{", b"[]", b'"text"', b'{"text": NaN}', b'{"text": "a", "text": "b"}', b"\xff", b"[" * 5000]
+            [
+                b"{",
+                b"[]",
+                b'"text"',
+                b'{"text": NaN}',
+                b'{"text": "a", "text": "b"}',
+                b"\xff",
+                b"[" * 5000,
+            ]
         )
     if odd == 1:
         return json.dumps({draw.choice(["txt", ""]): text}).encode()
@@ -62,13 +71,19 @@ def inputs(draw: random.Random, directory: Path) -> list[Path]:
         kind = draw.choice([".jsonl", ".jsonl", ".jsonl.gz", ".txt", ".txt.gz"])
         path = directory / f"{number}{kind}"
         count = draw.choice((0, 3, 30, 30))
-        content = b"\n".join(line(draw) for _ in range(count)) if "json" in kind else document(draw).encode()
+        content = (
+            b"\n".join(line(draw) for _ in range(count))
+            if "json" in kind
+            else document(draw).encode()
+        )
         if draw.random() < 0.1:
             content = b"\xef\xbb\xbf" + content
         content = gzip.compress(content) if kind.endswith(".gz") else content
         if content and draw.random() < 0.1:
             at = draw.randrange(len(content))
-            content = draw.choice([content[:at], content[:at] + bytes([draw.randrange(256)]) + content[at + 1 :]])
+            content = draw.choice(
+                [content[:at], content[:at] + bytes([draw.randrange(256)]) + content[at + 1 :]]
+            )
         odd = draw.randrange(60)
         if odd == 0:
             os.mkfifo(path)
@@ -120,15 +135,26 @@ def expected(paths: list[Path]) -> list[str] | None:
 
 
 def check(output: Path, texts: list[str]) -> None:
-    """Assert that the two corpora hold these texts in their order, those of validation.jsonl apart."""
+    """Assert that the two corpora hold these texts in their order, those of validation.jsonl
+    apart.
+    """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(output / "tokenizer" / "tokenizer.json"))
     tokenizer.encode_special_tokens = True
     end = tokenizer.token_to_id("<|endoftext|>")
-    held = [json.loads(each)["text"] for each in (output / "validation.jsonl").read_text("utf-8").split("\n") if each]
-    assert held == [text for text in texts if text in set(held)], "validation.jsonl has other documents"
-    for split, part in (("validation", held), ("train", [text for text in texts if text not in set(held)])):
+    held = [
+        json.loads(each)["text"]
+        for each in (output / "validation.jsonl").read_text("utf-8").split("\n")
+        if each
+    ]
+    assert held == [text for text in texts if text in set(held)], (
+        "validation.jsonl has other documents"
+    )
+    for split, part in (
+        ("validation", held),
+        ("train", [text for text in texts if text not in set(held)]),
+    ):
         corpus = IndexedCorpus(output / split)
         found = [corpus.document(number).tolist() for number in range(len(corpus))]
         wanted = [[*tokenizer.encode(text, add_special_tokens=False).ids, end] for text in part]
@@ -137,7 +163,9 @@ def check(output: Path, texts: list[str]) -> None:
 
 @cache
 def prepared() -> tuple[Path, list[str]]:
-    """Return a directory with a prepared corpus in `out` of `a.jsonl`, and the command's arguments."""
+    """Return a directory with a prepared corpus in `out` of `a.jsonl`, and the command's
+    arguments.
+    """
     directory = scratch()
     texts = [f"document {number} of peace and war " * 5 for number in range(30)]
     (directory / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -152,11 +180,15 @@ def prepare(description: str, arguments: list[str], directory: Path) -> Ended | 
 
 
 def damaged_output(draw: random.Random, directory: Path) -> str:
-    """Damage an output: it is not up to date then, and a corpus in it is refused or is the undamaged one."""
+    """Damage an output: it is not up to date then, and a corpus in it is refused or is the
+    undamaged one.
+    """
     source, arguments = prepared()
     shutil.copytree(source, directory, dirs_exist_ok=True)
     files = [path for path in sorted((directory / "out").rglob("*")) if path.is_file()]
-    path = draw.choice([*files, *(each for each in files if each.suffix in (".idx", ".bin", ".json"))])
+    path = draw.choice(
+        [*files, *(each for each in files if each.suffix in (".idx", ".bin", ".json"))]
+    )
     before, description = path.read_bytes(), damage(path, draw)
     again = prepare(description, arguments, directory)
     changed = not path.is_file() or path.read_bytes() != before
@@ -178,7 +210,9 @@ def damaged_output(draw: random.Random, directory: Path) -> str:
             )
     if again is None and draw.random() < 0.3:
         mended = prepare(f"{description}, --overwrite", [*arguments, "--overwrite"], directory)
-        for name in ("train.bin", "train.idx", "validation.bin", "validation.jsonl") if mended else ():
+        for name in (
+            ("train.bin", "train.idx", "validation.bin", "validation.jsonl") if mended else ()
+        ):
             same = (directory / "out" / name).read_bytes() == (source / "out" / name).read_bytes()
             assert same, f"{description}: {name}"
     return "damaged, refused" if again is None else "damaged, accepted"
@@ -189,18 +223,27 @@ def case(draw: random.Random, directory: Path) -> str:
         return damaged_output(draw, directory)
     paths = inputs(draw, directory)
     arguments = ["--input", *map(str, paths), "--output", "out"]
-    tokenizer = draw.choice(["bpe:300", "bpe:300", "bpe:300", "bpe:256", "bpe:" + "9" * 30, "given"])
+    tokenizer = draw.choice(
+        ["bpe:300", "bpe:300", "bpe:300", "bpe:256", "bpe:" + "9" * 30, "given"]
+    )
     if tokenizer == "given":
         shutil.copytree(prepared()[0] / "out" / "tokenizer", directory / "given")
         if draw.random() < 0.6:
             damage(draw.choice(sorted((directory / "given").iterdir())), draw)
     arguments += ["--tokenizer", tokenizer]
     arguments += draw.choice(
-        [[], [], [], ["--validation-fraction", draw.choice(["0.5", "1", "2", "nan", "1e300", "-1"])]]
+        [
+            [],
+            [],
+            [],
+            ["--validation-fraction", draw.choice(["0.5", "1", "2", "nan", "1e300", "-1"])],
+        ]
     )
     strict = draw.random() < 0.2
     arguments += ["--strict"] if strict else []
-    arguments += draw.choice([[], [], [], ["--seed", draw.choice(["0", "-1", "9" * 30, "x"])], ["--text-key", "\x1b"]])
+    arguments += draw.choice(
+        [[], [], [], ["--seed", draw.choice(["0", "-1", "9" * 30, "x"])], ["--text-key", "\x1b"]]
+    )
     description = f"prepare_data {arguments}"
     ended = prepare(description, arguments, directory)
     left = [path.name for path in directory.iterdir() if path.name.startswith(".")]
@@ -210,13 +253,21 @@ def case(draw: random.Random, directory: Path) -> str:
         return "refused"
     texts = expected(paths)
     counted = json.loads((directory / "out" / "report.json").read_text())["documents"]
-    assert counted["read"] == counted["kept"] + sum(counted["dropped"].values()), f"{description}: {counted}"
-    assert texts is not None or counted["dropped"] or "--text-key" in arguments, f"{description} took a damaged input"
+    assert counted["read"] == counted["kept"] + sum(counted["dropped"].values()), (
+        f"{description}: {counted}"
+    )
+    assert texts is not None or counted["dropped"] or "--text-key" in arguments, (
+        f"{description} took a damaged input"
+    )
     if texts is not None:
-        assert counted["read"] == len(texts) and set(counted["dropped"]) <= {"empty"}, f"{description}: {counted}"
+        assert counted["read"] == len(texts) and set(counted["dropped"]) <= {"empty"}, (
+            f"{description}: {counted}"
+        )
     assert not (strict and counted["dropped"]), f"{description} dropped documents"
     if texts is not None and tokenizer != "given":
         check(directory / "out", [text for text in texts if text.strip()])
     again = prepare(description, arguments, directory)
-    assert again is not None and "up to date" in again.out, f"{description}: prepared again: {again}"
+    assert again is not None and "up to date" in again.out, (
+        f"{description}: prepared again: {again}"
+    )
     return "prepared"

@@ -1,9 +1,10 @@
-"""What evaluation reads beside a model is damaged at random: task files, texts, tokenizers and options.
+"""What evaluation reads beside a model is damaged at random: task files, texts, tokenizers and
+options.
 
     python -m tests.tools.fuzz evaluation_inputs --count 1000
 
-A command ends as every command does; what leaves the figures as they were leaves them bit for bit; nothing runs code
-of a task file.
+A command ends as every command does; what leaves the figures as they were leaves them bit for bit;
+nothing runs code of a task file.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from tests.tools.fuzz.commands import PERPLEXITY, attempt, scratch
 from tests.tools.fuzz.damage import ODD, damage_bytes, edit_json, replace_file
 
 DOCUMENTS = [f"{models.TEXT[:60]} {number}" for number in range(5)]
-TASK_ODD = (*ODD, "{{text}}", "{{ nothing }}", "{{ ''.__class__.__mro__ }}", "{% for %}", "!function code.text")
+TASK_ODD = (
+    *ODD,
+    "{{text}}",
+    "{{ nothing }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{% for %}",
+    "!function code.text",
+)
 TASK: dict[str, Any] = {
     "task": "mine",
     "dataset_path": "json",
@@ -35,10 +43,18 @@ TASK: dict[str, Any] = {
 }
 GENERATES: dict[str, Any] = {
     "output_type": "generate_until",
-    "generation_kwargs": {"until": ["."], "max_gen_toks": 4, "do_sample": False, "temperature": 0.0},
+    "generation_kwargs": {
+        "until": ["."],
+        "max_gen_toks": 4,
+        "do_sample": False,
+        "temperature": 0.0,
+    },
     "metric_list": [{"metric": "exact_match", "aggregation": "mean", "ignore_case": True}],
     "filter_list": [
-        {"name": "first", "filter": [{"function": "regex", "regex_pattern": "(a)"}, {"function": "take_first"}]}
+        {
+            "name": "first",
+            "filter": [{"function": "regex", "regex_pattern": "(a)"}, {"function": "take_first"}],
+        }
     ],
 }
 ROLLING: dict[str, Any] = {
@@ -59,7 +75,9 @@ LINES = ("--model", "model", *(word.replace("text.txt", "lines.jsonl") for word 
 
 def make_workplace(workplace: Path) -> Path:
     models.make_workplace(workplace, "gpt2")
-    (workplace / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    (workplace / "lines.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS)
+    )
     return workplace
 
 
@@ -67,7 +85,9 @@ def evaluate(description: str, workplace: Path, *words: str) -> dict[str, Any] |
     """Return the figures of the perplexity task, or None where the command refuses."""
     if attempt(description, "eval/zero_shot.py", words, workplace, limit=60) is None:
         return None
-    figures: dict[str, Any] = json.loads((workplace / "report.json").read_text())["tasks"]["perplexity"]
+    figures: dict[str, Any] = json.loads((workplace / "report.json").read_text())["tasks"][
+        "perplexity"
+    ]
     return figures
 
 
@@ -78,7 +98,7 @@ def undamaged_loss() -> float:
     return float(figures["nll"])
 
 
-# --- kinds of cases ---------------------------------------------------------------------------------------------------
+# --- kinds of cases -------------------------------------------------------------------------------
 
 
 def texts(draw: random.Random, workplace: Path) -> str:
@@ -112,7 +132,16 @@ def texts(draw: random.Random, workplace: Path) -> str:
 
 
 NUMBERS = (-1, 0, 1, 2, 7, 64, 10**6, 2**31 - 1, 2**31, 2**63, 10**30, 10**80)
-NAMES = ("batch-size", "sequence-length", "overlap", "limit", "num-fewshot", "tensor-parallel", "dtype", "device")
+NAMES = (
+    "batch-size",
+    "sequence-length",
+    "overlap",
+    "limit",
+    "num-fewshot",
+    "tensor-parallel",
+    "dtype",
+    "device",
+)
 
 
 def options(draw: random.Random, workplace: Path) -> str:
@@ -128,7 +157,9 @@ def options(draw: random.Random, workplace: Path) -> str:
             f"{description}: {figures['documents']} documents"
         )
     elif name not in ("sequence-length", "overlap"):
-        assert abs(figures["nll"] / undamaged_loss() - 1) < 1e-5, f"{description}: another perplexity"
+        assert abs(figures["nll"] / undamaged_loss() - 1) < 1e-5, (
+            f"{description}: another perplexity"
+        )
     return "accepted"
 
 
@@ -140,7 +171,9 @@ def tokenizers(draw: random.Random, workplace: Path) -> str:
         (other / name).unlink()
     description = "untouched"
     if (drawn := draw.random()) < 0.2:
-        file = other / draw.choice(("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"))
+        file = other / draw.choice(
+            ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt")
+        )
         description = f"{file.name} {replace_file(file, draw)}"
     elif drawn < 0.9:
         description = models.edit_other(other, draw)
@@ -163,10 +196,27 @@ def tasks(draw: random.Random, workplace: Path) -> str:
     elif draw.random() < 0.7:
         content, description = damage_bytes(content, draw)
     (directory / "mine.yaml").write_bytes(content)
-    words = ["--model", "model", "--tasks", "mine", "--include-path", "tasks", "--device", "cpu", "--limit", "2"]
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(workplace / "cache"), "HF_DATASETS_OFFLINE": "1"}
+    words = [
+        "--model",
+        "model",
+        "--tasks",
+        "mine",
+        "--include-path",
+        "tasks",
+        "--device",
+        "cpu",
+        "--limit",
+        "2",
+    ]
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(workplace / "cache"),
+        "HF_DATASETS_OFFLINE": "1",
+    }
     description = f"--include-path: {description}"
-    ended = attempt(description, "eval/zero_shot.py", words, workplace, environment=environment, limit=90)
+    ended = attempt(
+        description, "eval/zero_shot.py", words, workplace, environment=environment, limit=90
+    )
     assert not (workplace / "ran").exists(), f"{description}: its code was run"
     return "refused" if ended is None else "accepted"
 

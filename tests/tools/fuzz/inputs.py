@@ -1,9 +1,11 @@
-"""What commands are given with data, models and checkpoints is drawn at random: device files, --set, and paths.
+"""What commands are given with data, models and checkpoints is drawn at random: device files,
+--set, and paths.
 
     python -m tests.tools.fuzz inputs --count 1000
 
-A command ends as every command does. A value given with --set is the value in the file; a device file that says the
-same makes the same plan; a path that can't be written or read costs nothing that was there before.
+A command ends as every command does. A value given with --set is the value in the file; a device
+file that says the same makes the same plan; a path that can't be written or read costs nothing that
+was there before.
 """
 
 from __future__ import annotations
@@ -23,9 +25,18 @@ from tests.tools.fuzz.damage import ODD, damage_bytes, edit_json, places
 from zero_tp.parallel.devices import Device
 
 DEVICE: dict[str, Any] = {
-    **{"name": "mine", "memory_gib": 40, "bf16_tflops": 312, "fp16_tflops": 312, "fp32_tflops": 19.5},
+    **{
+        "name": "mine",
+        "memory_gib": 40,
+        "bf16_tflops": 312,
+        "fp16_tflops": 312,
+        "fp32_tflops": 19.5,
+    },
     **{"memory_gbps": 1555, "intra_gbps": 300, "inter_gbps": 25},
-    **{key: Device.model_fields[key].default for key in ("host_gbps", "per_node", "matrix_share", "context_gib")},
+    **{
+        key: Device.model_fields[key].default
+        for key in ("host_gbps", "per_node", "matrix_share", "context_gib")
+    },
 }
 TEXT = "".join(f"some words of document {number}\n\n" for number in range(20))
 CHECK = ("check", "run.json", "--world-size", "1")
@@ -38,7 +49,7 @@ def make_workplace(workplace: Path) -> Path:
     return workplace
 
 
-# --- kinds of cases ---------------------------------------------------------------------------------------------------
+# --- kinds of cases -------------------------------------------------------------------------------
 
 
 def plan(workplace: Path, description: str) -> str | None:
@@ -61,7 +72,9 @@ def devices(draw: random.Random, workplace: Path) -> str:
     device = copy.deepcopy(DEVICE)
     if kind < 0.2:
         keys = draw.sample(list(device), len(device))
-        content = json.dumps({key: device[key] for key in keys}, indent=draw.choice((None, 1, 7))).encode()
+        content = json.dumps(
+            {key: device[key] for key in keys}, indent=draw.choice((None, 1, 7))
+        ).encode()
         description = "order"
     elif kind < 0.8:
         description = edit_json(device, draw)
@@ -71,7 +84,9 @@ def devices(draw: random.Random, workplace: Path) -> str:
     (workplace / "device.json").write_bytes(content)
     printed = plan(workplace, f"device: {description}")
     if kind < 0.2:
-        assert printed is not None and printed == undamaged_plan(), f"device: {description}: another plan"
+        assert printed is not None and printed == undamaged_plan(), (
+            f"device: {description}: another plan"
+        )
     odd: list[str] = []
     json.loads(printed or "null", parse_constant=odd.append)
     assert not odd, f"device: {description}: the plan has {odd}"
@@ -80,16 +95,47 @@ def devices(draw: random.Random, workplace: Path) -> str:
 
 def overrides(draw: random.Random, workplace: Path) -> str:
     """--set of a path and a value, beside a file that has the value in that place."""
-    keys = draw.choice([place for place in places(configs.BASE)[1:] if all(isinstance(key, str) for key in place)])
+    keys = draw.choice(
+        [place for place in places(configs.BASE)[1:] if all(isinstance(key, str) for key in place)]
+    )
     value = draw.choice(ODD)
     name, text = ".".join(keys), json.dumps(value)
     drawn = draw.random()
     if drawn < 0.2:
-        name = draw.choice((f"{name}.", f".{name}", name.replace(".", "..", 1), f"{name}.x.y", name[:-1], "=", "a=b=c"))
+        name = draw.choice(
+            (
+                f"{name}.",
+                f".{name}",
+                name.replace(".", "..", 1),
+                f"{name}.x.y",
+                name[:-1],
+                "=",
+                "a=b=c",
+            )
+        )
     elif drawn > 0.9:
-        text = draw.choice(("", "=", "{", "[1,", "NaN", "-Infinity", "1e999", '{"a":1,"a":2}', "[" * 5000, "9" * 5000))
+        text = draw.choice(
+            (
+                "",
+                "=",
+                "{",
+                "[1,",
+                "NaN",
+                "-Infinity",
+                "1e999",
+                '{"a":1,"a":2}',
+                "[" * 5000,
+                "9" * 5000,
+            )
+        )
     description = f"--set {name}={text}"[:100]
-    ended = attempt(description, "zero_tp/__main__.py", [*CHECK, "--set", f"{name}={text}"], workplace, check=True)
+    ended = attempt(
+        description,
+        "zero_tp/__main__.py",
+        [*CHECK, "--set", f"{name}={text}"],
+        workplace,
+        check=True,
+    )
     if drawn < 0.2 or drawn > 0.9:
         return "refused odd" if ended is None else "accepted odd"
     (workplace / "run.json").write_text(json.dumps(with_changes(configs.BASE, {name: value})))
@@ -118,7 +164,18 @@ INPUTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("zero_tp/__main__.py", "inspect"), ""),
     (("launch/convert.py", "to-hf", "--output", "out"), ""),
     (("launch/sample.py", "--prompt", "x"), "--model"),
-    (("eval/zero_shot.py", "--tasks", "perplexity", "--data", "perplexity=text.txt", "--output", "o.json"), "--model"),
+    (
+        (
+            "eval/zero_shot.py",
+            "--tasks",
+            "perplexity",
+            "--data",
+            "perplexity=text.txt",
+            "--output",
+            "o.json",
+        ),
+        "--model",
+    ),
 )
 OUTSIDE: dict[str, tuple[str, ...]] = {
     "empty": ("", ".", "~", "-", "--"),
@@ -139,7 +196,9 @@ def odd_path(draw: random.Random, workplace: Path, reads: bool) -> tuple[str, st
     names = OUTSIDE | (READ if reads else {})
     kind = draw.choice(("pipe", "loop", "dangling", "file", "directory", *names))
     if kind in names:
-        return draw.choice(names[kind]) + (ending if kind in ("long", "bytes", "under a file") else ""), kind
+        return draw.choice(names[kind]) + (
+            ending if kind in ("long", "bytes", "under a file") else ""
+        ), kind
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "file":
@@ -169,11 +228,19 @@ def paths(draw: random.Random, workplace: Path) -> str:
     description = f"{script} {option or 'its argument'}: {description} ({odd[:60]!r})"
     before = contents(workplace)
     ended = attempt(
-        description, script, [*words, *([option] if option else []), odd], workplace, check="check" in words
+        description,
+        script,
+        [*words, *([option] if option else []), odd],
+        workplace,
+        check="check" in words,
     )
     after = contents(workplace)
     replaceable = odd if ended is not None and not reads else None
-    lost = [name for name, content in before.items() if after.get(name) != content and name != replaceable]
+    lost = [
+        name
+        for name, content in before.items()
+        if after.get(name) != content and name != replaceable
+    ]
     assert not lost, f"{description}: {lost[0]} was there before, and is not as it was"
     return "refused" if ended is None else "accepted"
 

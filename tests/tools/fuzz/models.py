@@ -1,10 +1,11 @@
-"""Hugging Face model directories are damaged at random, and evaluated, sampled from and read by training.
+"""Hugging Face model directories are damaged at random, and evaluated, sampled from and read by
+training.
 
     python -m tests.tools.fuzz models --count 1000
 
-If weights, index or header are damaged, a command computes what it computes of the undamaged directory, or refuses. A
-damaged config or tokenizer may describe another model: then evaluation and training must agree on its loss if both
-accept it.
+If weights, index or header are damaged, a command computes what it computes of the undamaged
+directory, or refuses. A damaged config or tokenizer may describe another model: then evaluation and
+training must agree on its loss if both accept it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.tools.fuzz.commands import PERPLEXITY, attempt, in_a_child, scratch
-from tests.tools.fuzz.damage import ODD, damage, damage_bytes, edit_json, edit_json_file, replace_file
+from tests.tools.fuzz.damage import (
+    ODD,
+    damage,
+    damage_bytes,
+    edit_json,
+    edit_json_file,
+    replace_file,
+)
 
 TEXT = "some words of a text, and more of them, for the state of our union. " * 4
 TRAINING = """
@@ -45,16 +53,30 @@ def main():
 
 quiet_libraries(False)
 cli.run(main)
-"""
+"""  # noqa: E501
 CONSUMERS: dict[str, list[str]] = {
     "eval/zero_shot.py": ["--model", "model", *PERPLEXITY],
-    "launch/sample.py": ["--model", "model", "--prompt", "some words", "--tokens", "6", "--temperature", "0"],
+    "launch/sample.py": [
+        "--model",
+        "model",
+        "--prompt",
+        "some words",
+        "--tokens",
+        "6",
+        "--temperature",
+        "0",
+    ],
     "run.py": [],
 }
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 32},
     "llama": {
-        **{"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1},
+        **{
+            "num_hidden_layers": 2,
+            "hidden_size": 16,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        },
         **{"intermediate_size": 24, "max_position_embeddings": 32, "tie_word_embeddings": False},
     },
 }
@@ -115,7 +137,7 @@ def expected(consumer: str, name: str) -> Any:
     return computed
 
 
-# --- damage to weights, headers and the index: an accepted directory is the undamaged model ---------------------------
+# --- damage to weights, headers and the index: an accepted directory is the undamaged model -------
 
 
 def weights_file(model: Path, draw: random.Random) -> Path:
@@ -147,7 +169,11 @@ def edit_header(model: Path, draw: random.Random) -> str:
     name = draw.choice([name for name in header if name != "__metadata__"])
     how = draw.choice(("twice", "extra", "edit", "edit", "edit", "edit"))
     if how == "extra":
-        header["extra.weight"] = {"dtype": "F32", "shape": [1], "data_offsets": [len(data), len(data) + 4]}
+        header["extra.weight"] = {
+            "dtype": "F32",
+            "shape": [1],
+            "data_offsets": [len(data), len(data) + 4],
+        }
         data += b"\0\0\x80?"
     elif how == "edit":
         odd = ("F16", "I32", "F8_E4M3", "BOOL", [2**62, 4], [-1], [0, 2**63], [0], *ODD)
@@ -179,25 +205,40 @@ def edit_index(model: Path, draw: random.Random) -> str:
     path, single = model / "model.safetensors.index.json", weights_file(model, draw)
     if not path.exists():
         names = [name for name in split_file(single)[0] if name != "__metadata__"]
-        path.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "model-1.safetensors")}))
+        path.write_text(
+            json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "model-1.safetensors")})
+        )
         if draw.random() < 0.7:
             shutil.copy(single, model / "model-1.safetensors")
         return "an index beside one file"
     if draw.random() < 0.2:
         shutil.copy(single, model / "model.safetensors")
         return "one file beside the index"
-    elsewhere = (f"../model/{single.name}", str(single.absolute()), "none.safetensors", ".", single.name, "x" * 5000)
+    elsewhere = (
+        f"../model/{single.name}",
+        str(single.absolute()),
+        "none.safetensors",
+        ".",
+        single.name,
+        "x" * 5000,
+    )
     return f"index: {edit_json_file(path, draw, (*elsewhere, *elsewhere, *ODD))}"
 
 
-# --- damage that may make another model -------------------------------------------------------------------------------
+# --- damage that may make another model -----------------------------------------------------------
 
 
 def edit_config(model: Path, draw: random.Random) -> str:
     path = model / "config.json"
     config = json.loads(path.read_text())
     if draw.random() < 0.4:
-        odd = ("quantization_config", "auto_map", "transformers_weights", "attn_implementation", "tie_word_embeddings")
+        odd = (
+            "quantization_config",
+            "auto_map",
+            "transformers_weights",
+            "attn_implementation",
+            "tie_word_embeddings",
+        )
         key, value = draw.choice((*odd, "x")), draw.choice((*ODD, {"a": "b.c"}, "llama"))
         config[key] = value
         change = f"{key}: {value!r:.60}"
@@ -212,7 +253,10 @@ def edit_config(model: Path, draw: random.Random) -> str:
 
 def edit_other(model: Path, draw: random.Random) -> str:
     """A file of the tokenizer, or the settings of generation."""
-    return damage(model / draw.choice(("tokenizer.json", "tokenizer_config.json", "generation_config.json")), draw)
+    return damage(
+        model / draw.choice(("tokenizer.json", "tokenizer_config.json", "generation_config.json")),
+        draw,
+    )
 
 
 def replace(model: Path, draw: random.Random) -> str:
@@ -220,7 +264,16 @@ def replace(model: Path, draw: random.Random) -> str:
     return f"{path.name} {replace_file(path, draw)}"
 
 
-SAME = (damage_header, damage_header, edit_header, edit_header, not_finite, cut, edit_index, edit_index)
+SAME = (
+    damage_header,
+    damage_header,
+    edit_header,
+    edit_header,
+    not_finite,
+    cut,
+    edit_index,
+    edit_index,
+)
 OTHERS = (edit_config, edit_config, edit_config, edit_other, edit_other, replace)
 
 
@@ -237,8 +290,12 @@ def case(draw: random.Random, directory: Path) -> str:
         return "refused" if computed is None else "the same"
     description = f"{name}: {draw.choice(OTHERS)(model, draw)}"
     if draw.random() < 0.3:
-        return "refused" if compute("launch/sample.py", directory, description) is None else "sampled"
-    evaluated, trained = (compute(consumer, directory, description) for consumer in ("eval/zero_shot.py", "run.py"))
+        return (
+            "refused" if compute("launch/sample.py", directory, description) is None else "sampled"
+        )
+    evaluated, trained = (
+        compute(consumer, directory, description) for consumer in ("eval/zero_shot.py", "run.py")
+    )
     if evaluated is None or trained is None:
         return "refused" if evaluated is None and trained is None else "refused by one"
     same = math.isclose(evaluated, trained, rel_tol=1e-4)

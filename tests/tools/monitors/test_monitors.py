@@ -1,4 +1,6 @@
-"""What a run logs goes to its trackers: every value, under the run's name, on through a resumed run."""
+"""What a run logs goes to its trackers: every value, under the run's name, on through a resumed
+run.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,19 @@ def test_every_value_has_a_csv_file_that_a_resumed_run_goes_on_in(tmp_path: Path
     assert (files / "lambada_accuracy.csv").read_text() == "step,accuracy\n2,0.5\n"
     assert (files / "skipped_steps.csv").read_text() == "step,skipped_steps\n1,0\n2,1\n"
     assert (files / "mfu.csv").read_text() == "step,mfu\n", "what was not known was not written"
-    placed = config_of(tmp_path, "csv_monitor.enabled=true", f"csv_monitor.output_path={tmp_path}/out")
+    placed = config_of(
+        tmp_path, "csv_monitor.enabled=true", f"csv_monitor.output_path={tmp_path}/out"
+    )
     CsvFiles({"output_path": tmp_path / "out"}, RunInfo(run, placed, 0)).log({"loss": 1.0}, step=9)
     assert log(placed, run, LINES[:1]) == []
-    assert (tmp_path / "out" / "mine" / "loss.csv").read_text() == "step,loss\n1,2.5\n", "a new run's"
+    assert (tmp_path / "out" / "mine" / "loss.csv").read_text() == "step,loss\n1,2.5\n", (
+        "a new run's"
+    )
     (tmp_path / "runs" / "other").mkdir()
     shared = {"output_path": tmp_path / "out", "job_name": "mine"}
-    with pytest.raises(UserError, match="out/mine has another run's values; set another job_name, or remove it"):
+    with pytest.raises(
+        UserError, match="out/mine has another run's values; set another job_name, or remove it"
+    ):
         CsvFiles(shared, RunInfo(run.with_name("other"), placed, 0))
     own = {
         "own.csv": b"name,value\nrow,1\n",
@@ -62,7 +70,9 @@ def test_every_value_has_a_csv_file_that_a_resumed_run_goes_on_in(tmp_path: Path
         (tmp_path / "out" / "mine" / name).write_bytes(content)
     (tmp_path / "out" / "mine" / "plots.csv").mkdir()
     assert log(placed, run, LINES[:1]) == []
-    assert {name: (tmp_path / "out" / "mine" / name).read_bytes() for name in own} == own, "a person's files"
+    assert {name: (tmp_path / "out" / "mine" / name).read_bytes() for name in own} == own, (
+        "a person's files"
+    )
 
 
 def test_deepspeed_does_not_write_beside_us(tmp_path: Path) -> None:
@@ -83,16 +93,28 @@ def test_tensorboard_reads_every_value_and_the_config(tmp_path: Path) -> None:
     read.Reload()
     losses = [(event.step, event.value) for event in read.Scalars("loss")]
     assert [step for step, _ in losses] == [1, 2, 3, 4]
-    assert losses[0][1] == 2.5 and math.isnan(losses[1][1]) and [value for _, value in losses[2:]] == [1.5, 1.25]
+    assert (
+        losses[0][1] == 2.5
+        and math.isnan(losses[1][1])
+        and [value for _, value in losses[2:]] == [1.5, 1.25]
+    )
     assert [(event.step, event.value) for event in read.Scalars("lambada/accuracy")] == [(2, 0.5)]
-    assert {*read.Tags()["scalars"]} == {"loss", "skipped_steps", "validation_loss", "lambada/accuracy", "mfu"}
+    assert {*read.Tags()["scalars"]} == {
+        "loss",
+        "skipped_steps",
+        "validation_loss",
+        "lambada/accuracy",
+        "mfu",
+    }
     (text, *_) = read.Tensors("config/text_summary")
     shown = text.tensor_proto.string_val[0].decode()
     assert json.loads(shown) == config.resolved()
     assert log(config, run, [{"step": 1, "loss": 3.5}]) == []
     read = EventAccumulator(str(run / "tensorboard" / "mine"))
     read.Reload()
-    assert [(event.step, event.value) for event in read.Scalars("loss")] == [(1, 3.5)], "a start from step 0 again"
+    assert [(event.step, event.value) for event in read.Scalars("loss")] == [(1, 3.5)], (
+        "a start from step 0 again"
+    )
 
 
 class Recorder:
@@ -128,14 +150,24 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
 
 
 @THOROUGH
-def test_wandb_has_the_runs_name_and_config_and_goes_on_in_it(tmp_path: Path, calls: list[tuple[str, Any]]) -> None:
-    config = config_of(tmp_path, "wandb.enabled=true", "wandb.team=us", "wandb.project=ours", "comet.api_key=secret")
+def test_wandb_has_the_runs_name_and_config_and_goes_on_in_it(
+    tmp_path: Path, calls: list[tuple[str, Any]]
+) -> None:
+    config = config_of(
+        tmp_path,
+        "wandb.enabled=true",
+        "wandb.team=us",
+        "wandb.project=ours",
+        "comet.api_key=secret",
+    )
     run = tmp_path / "mine"
     assert log(config, run, LINES) == []
     (_, began), *rest = calls
     assert began["project"] == "ours" and began["entity"] == "us" and began["name"] == "mine"
     assert "id" not in began and began["config"].pop("comet") == {}, "others see the config"
-    assert began["config"] == {key: value for key, value in config.resolved().items() if key != "comet"}
+    assert began["config"] == {
+        key: value for key, value in config.resolved().items() if key != "comet"
+    }
     logged = [arguments[0] for name, arguments in rest if name == "log"]
     assert logged[0] == {"loss": 2.5, "skipped_steps": 0, "step": 1}
     assert logged[2] == {"validation_loss": 2.25, "lambada/accuracy": 0.5, "step": 2}
@@ -154,8 +186,12 @@ def test_comet_gets_each_value(tmp_path: Path, calls: list[tuple[str, Any]]) -> 
     config = config_of(tmp_path, "comet.enabled=true", "comet.api_key=secret")
     assert log(config, tmp_path / "mine", LINES) == []
     assert calls[0][0] == "start" and ("set_name", ("mine", {})) in calls
-    assert calls[0][1]["api_key"] == "secret" and "secret" not in str(calls[1:]), "others see the parameters"
-    metrics = [(arguments[0], arguments[2]["step"]) for name, arguments in calls if name == "log_metric"]
+    assert calls[0][1]["api_key"] == "secret" and "secret" not in str(calls[1:]), (
+        "others see the parameters"
+    )
+    metrics = [
+        (arguments[0], arguments[2]["step"]) for name, arguments in calls if name == "log_metric"
+    ]
     known = [{name: value for name, value in line.items() if value is not None} for line in LINES]
     assert metrics == [(name, line["step"]) for line in known for name in line if name != "step"]
     (parameters,) = [arguments[0] for name, arguments in calls if name == "log_parameters"]

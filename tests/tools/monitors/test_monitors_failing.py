@@ -1,4 +1,6 @@
-"""A tracker that hangs, fails or is not installed loses its own values, and a person reads one line."""
+"""A tracker that hangs, fails or is not installed loses its own values, and a person reads one
+line.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def test_a_service_that_hangs_or_fails_loses_only_its_own_values(
     ]
 
 
-def test_a_failure_is_reported_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_reported_while_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trackers, state = start({"fails": Recording}, tmp_path, monkeypatch)
     deadline = time.monotonic() + 60
     while not state.printed and time.monotonic() < deadline:
@@ -93,7 +97,9 @@ def test_a_failure_is_reported_while_the_run_goes_on(tmp_path: Path, monkeypatch
     assert len(state.printed) == 1
 
 
-def test_a_tracker_that_could_not_be_opened_gets_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_could_not_be_opened_gets_no_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trackers, state = start({"fails": lambda: dict[str, Any]()["absent"]}, tmp_path, monkeypatch)
     (thread,) = trackers._threads
     thread.join(60)
@@ -101,7 +107,9 @@ def test_a_tracker_that_could_not_be_opened_gets_no_lines(tmp_path: Path, monkey
     assert thread.queue.empty() and len(state.printed) == 1
 
 
-def test_a_tracker_that_does_not_open_holds_few_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_does_not_open_holds_few_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(callback, "MAX_QUEUED", 2)
     sound, released = Recording(), threading.Event()
 
@@ -113,7 +121,9 @@ def test_a_tracker_that_does_not_open_holds_few_lines(tmp_path: Path, monkeypatc
     for step in (1, 3, 5, 6):
         trackers.on_log(state, {"step": step, "loss": 1.0})
     assert trackers._threads[0].queue.qsize() == 2
-    assert state.printed == ["slow does not answer: values are lost from step 5 on; training continues"]
+    assert state.printed == [
+        "slow does not answer: values are lost from step 5 on; training continues"
+    ]
     released.set()
     trackers.on_end(state)
     assert sound.logged == [1, 3, None] and len(state.printed) == 1
@@ -132,7 +142,9 @@ def test_a_tracker_that_is_behind_when_the_run_ends_gets_every_line(
     assert state.printed == [] and late.logged == [1, 3, 5, None]
 
 
-def test_a_failing_run_does_not_wait_for_its_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_run_does_not_wait_for_its_trackers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(callback, "CLOSE_SECONDS_AFTER_ERROR", 0.05)
     released = threading.Event()
 
@@ -149,10 +161,15 @@ def test_a_failing_run_does_not_wait_for_its_trackers(tmp_path: Path, monkeypatc
 
 
 def test_a_full_disk_leaves_whole_lines_in_csv_files(tmp_path: Path) -> None:
-    files, limits = CsvFiles({}, RunInfo(tmp_path, config_of(tmp_path), 0)), resource.getrlimit(resource.RLIMIT_FSIZE)
+    files, limits = (
+        CsvFiles({}, RunInfo(tmp_path, config_of(tmp_path), 0)),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
     written = files.directory / "loss.csv"
     for values in ({"loss": 0.125}, {"loss": 0.25}):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (14, limits[1]))  # the header and half of the line
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (14, limits[1])
+        )  # the header and half of the line
         try:
             with pytest.raises(OSError, match="File too large"):
                 files.log(values, 1)
@@ -166,8 +183,14 @@ def test_a_full_disk_leaves_whole_lines_in_csv_files(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("wandb.enabled=true", "wandb: the package wandb is not installed; pip install wandb"),
-        ('zero_tp.logging.trackers=["aim"]', "zero_tp.logging.trackers.aim: the package aim is not installed"),
-        ('zero_tp.logging.trackers=["wandb"]', 'has a block of its own: write "wandb": {"enabled": true}'),
+        (
+            'zero_tp.logging.trackers=["aim"]',
+            "zero_tp.logging.trackers.aim: the package aim is not installed",
+        ),
+        (
+            'zero_tp.logging.trackers=["wandb"]',
+            'has a block of its own: write "wandb": {"enabled": true}',
+        ),
         ('zero_tp.logging.trackers={"mlfow": {}}', 'did you mean "mlflow"?'),
     ],
 )

@@ -1,4 +1,6 @@
-"""Real libraries keep every value that a run logs: read back by their own readers, or from their own files."""
+"""Real libraries keep every value that a run logs: read back by their own readers, or from their
+own files.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def values_of(lines):
             found.setdefault(name, []).append([step, value])
     return found
 """
-"""Each reader prints [[name of the run, its training.steps, {value's name: [[step, value], ...]}], ...], by age."""
+"""Each reader prints [[name of the run, its training.steps, {value's name: [[step, value],
+...]}], ...], by age.
+"""
 
 STEPS = "zero_tp.training.steps"
 
@@ -68,7 +72,7 @@ for run in client.search_runs([experiment.experiment_id]):
     values = {{name: [[each.step, each.value] for each in history[name]] for name in history}}
     found.append([run.info.run_name, int(run.data.params["{STEPS}"]), values])
 print(json.dumps(found))
-"""
+"""  # noqa: E501
 
 WANDB = """
 from wandb.proto import wandb_internal_pb2
@@ -100,7 +104,7 @@ for path in sorted(Path("mine").glob("wandb/offline-run-*/*.wandb")):
             numbers = {name: float(value) for name, value in items.items() if not name.startswith("_")}
             lines.append((numbers.pop("step"), numbers))
 print(json.dumps([[name, steps, values_of(lines)] for name, steps, lines in runs.values()]))
-"""
+"""  # noqa: E501
 
 AIM = f"""
 from aim import Repo
@@ -129,7 +133,7 @@ for task in sorted(Path("home/.clearml/cache/offline").glob("*/task.json"), key=
     values = values_of((each["iter"], {{each["metric"]: each["value"]}}) for each in events)
     found.append([about["name"], steps, {{name: each for name, each in values.items() if not name.startswith(":")}}])
 print(json.dumps(found))
-"""
+"""  # noqa: E501
 
 DVCLIVE = f"""
 import csv, yaml
@@ -143,7 +147,7 @@ plots = [{{"dvclive/plots/metrics": {{"x": "step"}}}}]
 shown = {{"params": ["dvclive/params.yaml"], "metrics": ["dvclive/metrics.json"], "plots": plots}}
 assert yaml.safe_load(Path("mine/dvc.yaml").read_text()) == shown
 print(json.dumps([["mine", steps, values]]))
-"""
+"""  # noqa: E501
 
 SWANLAB = f"""
 import yaml
@@ -174,7 +178,7 @@ for run in SQLiteStorage.get_run_records("zero_tp"):
     numbers = [{{name: value for name, value in line.items() if name != "timestamp"}} for line in lines]
     found.append([run["name"], config["{STEPS}"], values_of((line.pop("step"), line) for line in numbers)])
 print(json.dumps(found))
-"""
+"""  # noqa: E501
 
 
 @dataclass(frozen=True)
@@ -202,7 +206,9 @@ LIBRARIES = {
     "mlflow": Library("mlflow-skinny", MLFLOW, only("mlflow"), {"MLFLOW_ALLOW_FILE_STORE": "true"}),
     "wandb": Library("wandb", WANDB, ("wandb.enabled=true",), {"WANDB_MODE": "offline"}),
     "aim": Library("aim", AIM, only("aim")),
-    "clearml": Library("clearml", CLEARML, only("clearml"), {"CLEARML_OFFLINE_MODE": "1"}, False, True),
+    "clearml": Library(
+        "clearml", CLEARML, only("clearml"), {"CLEARML_OFFLINE_MODE": "1"}, False, True
+    ),
     "dvclive": Library("dvclive", DVCLIVE, only("dvclive")),
     "swanlab": Library("swanlab", SWANLAB, only("swanlab"), {"SWANLAB_MODE": "offline"}),
     "trackio": Library("trackio", TRACKIO, only("trackio"), {"TRACKIO_DIR": "trackio"}),
@@ -210,16 +216,31 @@ LIBRARIES = {
 
 
 class Workplace:
-    """A directory with its own home, in which a run is started and read with a library that is installed there."""
+    """A directory with its own home, in which a run is started and read with a library that is
+    installed there.
+    """
 
     def __init__(self, library: Library, directory: Path):
         self.library, self.directory = library, directory
         packages, home = directory / "packages", directory / "home"
         home.mkdir()
         (directory / "mine").mkdir()
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(packages), library.package]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--target",
+            str(packages),
+            library.package,
+        ]
         subprocess.run(pip, check=True, timeout=500, capture_output=True)
-        self.variables = {"HOME": str(home), "PYTHONPATH": f"{ROOT}:{packages}", **library.environment}
+        self.variables = {
+            "HOME": str(home),
+            "PYTHONPATH": f"{ROOT}:{packages}",
+            **library.environment,
+        }
         self.variables |= {"MLFLOW_TRACKING_URI": (directory / "mlruns").as_uri()}
 
     def python(self, *words: str, **environment: str) -> str:
@@ -229,12 +250,21 @@ class Workplace:
         return found.stdout
 
     def start(
-        self, step: int, lines: list[dict[str, Any]], script: str = START, leave: float = 100, **environment: str
+        self,
+        step: int,
+        lines: list[dict[str, Any]],
+        script: str = START,
+        leave: float = 100,
+        **environment: str,
     ) -> list[str]:
         """Return what the trackers printed; the end waits `leave` seconds for them."""
         paths = str(written(self.directory)), str(self.directory / "mine")
         words = json.dumps([*paths, step, lines, self.library.overrides, leave])
-        return [line for line in self.python(script, words, **environment).splitlines() if line.startswith("printed:")]
+        return [
+            line
+            for line in self.python(script, words, **environment).splitlines()
+            if line.startswith("printed:")
+        ]
 
 
 def values_of(lines: list[dict[str, Any]], finite: bool) -> dict[str, list[tuple[int, str]]]:
@@ -259,7 +289,10 @@ def test_a_real_library_keeps_every_value(name: str, tmp_path: Path) -> None:
     expected = [LINES] if library.goes_on else [LINES[:3], LINES[3:]]
     found = json.loads(told)
     assert [each[:2] for each in found] == [["mine", steps]] * len(expected)
-    read = [{key: [(step, str(float(value))) for step, value in each[2][key]] for key in each[2]} for each in found]
+    read = [
+        {key: [(step, str(float(value))) for step, value in each[2][key]] for key in each[2]}
+        for each in found
+    ]
     assert read == [values_of(lines, library.finite) for lines in expected]
 
 
@@ -283,4 +316,6 @@ def test_clearml_forks_no_rank(tmp_path: Path) -> None:
     print("printed: children", [each.name() for each in psutil.Process().children()])
     trackers.on_end(state)""",
     )
-    assert Workplace(LIBRARIES["clearml"], tmp_path).start(0, LINES, script) == ["printed: children []"]
+    assert Workplace(LIBRARIES["clearml"], tmp_path).start(0, LINES, script) == [
+        "printed: children []"
+    ]

@@ -45,7 +45,7 @@ callback = forecast.MemoryForecast()
 config = RunConfig.load("quickstart", (), 4)
 callback.describe_plan(config, "cuda")
 print(callback._planned, plan(config, named_device("a100-40gb", 4)).peak.total, torch._C._get_accelerator())
-"""
+"""  # noqa: E501
 
 
 def test_the_new_process_does_not_ask_for_devices_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,15 +63,21 @@ def never(_: Any) -> None:
 
 def test_a_dry_run_without_a_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated_accelerator, "TIMEOUT_SECONDS", 0.1)
-    with pytest.raises(UserError, match=r"had no result in 0.1 s; .* run zero-tp plan where more is free"):
+    with pytest.raises(
+        UserError, match=r"had no result in 0.1 s; .* run zero-tp plan where more is free"
+    ):
         simulated_accelerator.run_isolated(never, None)
 
 
 @THOROUGH
 def test_a_plan_leaves_a_process_with_an_accelerator_as_it_was(tmp_path: Path) -> None:
-    """A simulated device that the process knew would be its accelerator, and no backward on CUDA would run."""
+    """A simulated device that the process knew would be its accelerator, and no backward on CUDA
+    would run.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    script = tmp_path / "unguarded.py"  # has no `if __name__ == "__main__"`, which a new process would need
+    script = (
+        tmp_path / "unguarded.py"
+    )  # has no `if __name__ == "__main__"`, which a new process would need
     script.write_text(OF_AN_ACCELERATOR)
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""The formulas of planning/ and benchmarks/papers/ against the papers' printed expressions and figures."""
+"""The formulas of planning/ and benchmarks/papers/ against the papers' printed expressions and
+figures.
+"""
 
 from __future__ import annotations
 
@@ -68,10 +70,18 @@ def test_terms_that_selective_recomputation_removes(sequence: bool) -> None:
 
 @pytest.mark.parametrize(
     ("parameters", "data", "stage", "gigabytes"),
-    [(7.5e9, 64, 0, 120.0), (7.5e9, 64, 1, 31.4), (7.5e9, 64, 2, 16.6), (7.5e9, 64, 3, 1.88), (1.5e9, 1, 0, 24.0)],
+    [
+        (7.5e9, 64, 0, 120.0),
+        (7.5e9, 64, 1, 31.4),
+        (7.5e9, 64, 2, 16.6),
+        (7.5e9, 64, 3, 1.88),
+        (1.5e9, 1, 0, 24.0),
+    ],
 )
 def test_model_states_of_zero(parameters: float, data: int, stage: int, gigabytes: float) -> None:
-    assert sum(model_states(parameters, stage, data).values()) / 1e9 == pytest.approx(gigabytes, abs=0.1)
+    assert sum(model_states(parameters, stage, data).values()) / 1e9 == pytest.approx(
+        gigabytes, abs=0.1
+    )
 
 
 def test_the_model_of_1_5_billion_parameters() -> None:
@@ -87,7 +97,12 @@ def test_the_model_of_1_5_billion_parameters() -> None:
     ids=["22B", "530B"],
 )
 def test_the_papers_utilisations_on_a100(
-    shape: tuple[int, int, int], batch: int, devices: int, seconds: float, model: float, hardware: float
+    shape: tuple[int, int, int],
+    batch: int,
+    devices: int,
+    seconds: float,
+    model: float,
+    hardware: float,
 ) -> None:
     peak = peak_flops("NVIDIA A100-SXM4-80GB", torch.bfloat16)
     _, hidden, layers = shape
@@ -105,7 +120,9 @@ def test_the_papers_utilisations_on_a100(
 def test_flops_count_every_product(seed: int) -> None:
     draw = random.Random(seed)
     b, s, n, h, v = (draw.randint(1, 300) for _ in range(5))
-    layer = 24 * b * s * h**2 + 4 * b * s**2 * h  # QKV, attention twice, projection, MLP; 2 FLOPs a multiply-add
+    layer = (
+        24 * b * s * h**2 + 4 * b * s**2 * h
+    )  # QKV, attention twice, projection, MLP; 2 FLOPs a multiply-add
     logits = 2 * b * s * h * v
     assert iteration_flops(b, s, n, h, v) == pytest.approx(3 * (n * layer + logits))
     recomputed = iteration_flops(b, s, n, h, v, DERIVED) - iteration_flops(b, s, n, h, v)
@@ -130,11 +147,19 @@ def test_pipelines() -> None:
 
 
 def test_volumes() -> None:
-    assert [zero_volume(1.0, stage, 64) * 64 / 63 for stage in range(4)] == pytest.approx([2, 2, 2, 3])
+    assert [zero_volume(1.0, stage, 64) * 64 / 63 for stage in range(4)] == pytest.approx(
+        [2, 2, 2, 3]
+    )
     assert zero_volume(1.0, 2, 1) == 0.0
     accumulated = [zero_volume(1.0, stage, 64, micro_batches=4) * 64 / 63 for stage in range(4)]
-    assert accumulated == pytest.approx([2, 2, 5, 12]), "gradients and ZeRO-3's parameters in each micro-batch"
-    alone, split, sequence = Layer(64, 2, 32, 4), Layer(64, 2, 32, 4, 4), Layer(64, 2, 32, 4, 4, True)
+    assert accumulated == pytest.approx([2, 2, 5, 12]), (
+        "gradients and ZeRO-3's parameters in each micro-batch"
+    )
+    alone, split, sequence = (
+        Layer(64, 2, 32, 4),
+        Layer(64, 2, 32, 4, 4),
+        Layer(64, 2, 32, 4, 4, True),
+    )
     ring = 64 * 2 * 32 * 3 / 4
     assert tensor_volume(alone) == 0.0
     assert tensor_volume(split) == 8 * ring and tensor_volume(split, "full") == 12 * ring

@@ -25,11 +25,15 @@ def test_a_page_that_needs_no_network(tmp_path: Path) -> None:
     planned = plan_gpt2()
     search = Search(planned.config, planned.device)
     shown, _ = search.fastest((), 3)
-    page, picture = write_page(planned, tmp_path / "plan.html", report.search_lines(search, shown, planned), shown[0])
+    page, picture = write_page(
+        planned, tmp_path / "plan.html", report.search_lines(search, shown, planned), shown[0]
+    )
     text = page.read_text()
     assert picture.suffix == ".png" and picture.read_bytes()[:4] == b"\x89PNG"
     links = set(re.findall(r"(?:src|href)\s*=\s*\"([^\"]*)\"", text))
-    assert not [link for link in links if not link.startswith("#")], "only references inside the page"
+    assert not [link for link in links if not link.startswith("#")], (
+        "only references inside the page"
+    )
     assert "@import" not in text and "<script" not in text
     assert text.count("<svg") == 1 and all(one.describe() in text for one in shown)
     assert [title for title in re.findall(r"<summary>(.*?)</summary>", text)] == [
@@ -37,20 +41,36 @@ def test_a_page_that_needs_no_network(tmp_path: Path) -> None:
         "the fastest settings [GiB]",
     ]
     (table,) = re.findall(r"<summary>the present settings.*?</table>", text)
-    assert f"<td>{planned.peak.total / GIB:.4g}</td>" in table and table.count("<tr>") <= TABLE_ROWS + 1
+    assert (
+        f"<td>{planned.peak.total / GIB:.4g}</td>" in table
+        and table.count("<tr>") <= TABLE_ROWS + 1
+    )
 
 
 def test_a_picture_shows_below_which_size_tensors_fit_with_margins() -> None:
     """Beside another settings' picture, on one scale."""
     planned = plan_gpt2()
-    full = replace(planned, device=planned.device.model_copy(update={"memory_gib": planned.needed / GIB}))
-    assert full.usable == pytest.approx(planned.peak.total) and full.usable < full.device.memory_gib * GIB
+    full = replace(
+        planned, device=planned.device.model_copy(update={"memory_gib": planned.needed / GIB})
+    )
+    assert (
+        full.usable == pytest.approx(planned.peak.total)
+        and full.usable < full.device.memory_gib * GIB
+    )
     points = planned.memory.points
     first, second, third = memory_over_time(
-        {"full": (points, full.usable), "present": (points, planned.usable), "unknown": (points, None)}
+        {
+            "full": (points, full.usable),
+            "present": (points, planned.usable),
+            "unknown": (points, None),
+        }
     ).axes
-    assert [line.get_ydata()[0] for line in first.lines if line.get_linestyle() == "--"] == [full.usable / GIB]
-    assert not [line for axes in (second, third) for line in axes.lines if line.get_linestyle() == "--"], "far above"
+    assert [line.get_ydata()[0] for line in first.lines if line.get_linestyle() == "--"] == [
+        full.usable / GIB
+    ]
+    assert not [
+        line for axes in (second, third) for line in axes.lines if line.get_linestyle() == "--"
+    ], "far above"
     assert first.get_ylim() == second.get_ylim() == third.get_ylim()
     assert second.get_xlabel().endswith(f"limit {planned.usable / GIB:.4g} GiB")
 

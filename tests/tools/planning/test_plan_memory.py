@@ -1,4 +1,6 @@
-"""The dry run of few layers against one of all, and the plan against MemTracker's peak of a real engine's step."""
+"""The dry run of few layers against one of all, and the plan against MemTracker's peak of a real
+engine's step.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,17 @@ from transformers import GPT2Config
 
 from tests.support.encoders import MODEL_TYPES as ENCODERS
 from tests.support.native import native_model
-from tests.support.plan_configs import CASES, CONFIGS, FAMILIES, MASKED, TIERS, WINDOWS_OF_7, WORLD, family, load
+from tests.support.plan_configs import (
+    CASES,
+    CONFIGS,
+    FAMILIES,
+    MASKED,
+    TIERS,
+    WINDOWS_OF_7,
+    WORLD,
+    family,
+    load,
+)
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.data.batch import Batch
@@ -36,15 +48,23 @@ from zero_tp.tools.planning.zero import RankParameters, ZeroMemory
 
 
 @pytest.mark.parametrize("number", CASES)
-@pytest.mark.parametrize("cpu", [True, pytest.param(False, marks=pytest.mark.heavy)], ids=["cpu", "accelerator"])
+@pytest.mark.parametrize(
+    "cpu", [True, pytest.param(False, marks=pytest.mark.heavy)], ids=["cpu", "accelerator"]
+)
 def test_layers_that_differ_add_up_to_a_dry_run_of_all(number: int, cpu: bool) -> None:
     overrides = CONFIGS[number]
     layers = "num_hidden_layers" if any('"model_type"' in each for each in overrides) else "n_layer"
     config = load(
-        [*overrides, f"zero_tp.model.{layers}=7", *([WINDOWS_OF_7] if "layer_types" in str(overrides) else [])]
+        [
+            *overrides,
+            f"zero_tp.model.{layers}=7",
+            *([WINDOWS_OF_7] if "layer_types" in str(overrides) else []),
+        ]
     )
     workload = workload_of(config, cpu=cpu)
-    assert dry_run(config.hf_config(), workload) == dry_run(config.hf_config(), workload, all_layers=True)
+    assert dry_run(config.hf_config(), workload) == dry_run(
+        config.hf_config(), workload, all_layers=True
+    )
 
 
 RECOMPUTED: list[dict[str, Any]] = [
@@ -54,7 +74,9 @@ RECOMPUTED: list[dict[str, Any]] = [
     {"mode": "full", "keep_micro_batches": 1},
 ]
 RECOMPUTED_CASES = [
-    pytest.param(policy, split, id=" ".join(map(str, [*policy.values(), *["P_a+cpu"] * split])), marks=marks)
+    pytest.param(
+        policy, split, id=" ".join(map(str, [*policy.values(), *["P_a+cpu"] * split])), marks=marks
+    )
     for number, policy in enumerate(RECOMPUTED)
     for split in ([False, True] if policy["mode"] == "full" else [False])
     for marks in [() if split and number == 1 else THOROUGH]
@@ -67,7 +89,10 @@ def test_layers_that_recompute_add_up_too(policy: dict[str, Any], split: bool) -
     overrides += [f"zero_tp.recompute={json.dumps(policy)}"]
     if split:
         blocks = {"partition_activations": True, "cpu_checkpointing": True}
-        overrides += [f"activation_checkpointing={json.dumps(blocks)}", "zero_tp.parallel.sequence=false"]
+        overrides += [
+            f"activation_checkpointing={json.dumps(blocks)}",
+            "zero_tp.parallel.sequence=false",
+        ]
     config = load(overrides)
     for cpu in (True, False):
         workload = workload_of(config, cpu=cpu)
@@ -101,7 +126,9 @@ def test_blocks_of_the_loss_that_differ_stand_for_all(
 @pytest.mark.parametrize("layers", [1, 2, 3, 96])
 def test_few_layers_represent_many(layers: int) -> None:
     assert len(representative_layers([LayerKind(None, "mlp", False)] * layers)) == min(layers, 3)
-    alternating = [LayerKind(32 if number % 2 else None, "mlp", number < 5) for number in range(layers)]
+    alternating = [
+        LayerKind(32 if number % 2 else None, "mlp", number < 5) for number in range(layers)
+    ]
     few = representative_layers(alternating)
     assert set(layer_contexts(few)) == set(layer_contexts(alternating))
     assert len(few) <= min(layers, 13)
@@ -113,8 +140,14 @@ def test_model_states_are_the_papers_and_padding(stage: int) -> None:
     parameters = model_size(config.hf_config(), 1, False).parameters
     states = ZeroMemory(parameters, ZeroSettings.of(config, cpu=False)).states
     papers = model_states(parameters.total, stage, WORLD)
-    # Stage 3 pads each parameter to the number of ranks, stages 1 and 2 each of two groups to twice that.
-    padded = {0: 0, 1: 4 * WORLD, 2: 4 * WORLD, 3: WORLD * (len(parameters.matrices) + len(parameters.vectors))}[stage]
+    # Stage 3 pads each parameter to the number of ranks, stages 1 and 2 each of two groups to twice
+    # that.
+    padded = {
+        0: 0,
+        1: 4 * WORLD,
+        2: 4 * WORLD,
+        3: WORLD * (len(parameters.matrices) + len(parameters.vectors)),
+    }[stage]
     own = padded / WORLD
     assert 0 <= states.optimizer - papers["optimizer"] <= 12 * own
     assert 0 <= states.parameters - papers["parameters"] <= 2 * (padded if stage < 3 else own)
@@ -130,44 +163,67 @@ def test_model_states_are_the_papers_and_padding(stage: int) -> None:
         ({"type": "SGD", "params": {"lr": 1e-3}}, 0),
     ],
 )
-def test_moments_are_those_that_torchs_optimizer_creates(optimizer: dict[str, Any], moments: int) -> None:
+def test_moments_are_those_that_torchs_optimizer_creates(
+    optimizer: dict[str, Any], moments: int
+) -> None:
     parameter = torch.nn.Parameter(torch.ones(1000))
     parameter.grad = torch.ones(1000)
     created = getattr(torch.optim, optimizer["type"])([parameter], **optimizer["params"])
     created.step()
     states = created.state[parameter].items()
-    assert moments * 1000 == sum(value.nbytes for name, value in states if name != "step" and value is not None)
-    settings = ZeroSettings.of(load(["zero_optimization.stage=0", f"optimizer={json.dumps(optimizer)}"]), cpu=False)
+    assert moments * 1000 == sum(
+        value.nbytes for name, value in states if name != "step" and value is not None
+    )
+    settings = ZeroSettings.of(
+        load(["zero_optimization.stage=0", f"optimizer={json.dumps(optimizer)}"]), cpu=False
+    )
     assert settings.moments == moments and not settings.torch_optimizer
 
 
-def test_gradients_in_fp32_count_while_they_are_sent_and_while_an_offloaded_optimizer_updates() -> None:
+def test_gradients_in_fp32_count_while_they_are_sent_and_while_an_offloaded_optimizer_updates() -> (
+    None
+):
     def zero_memory(*overrides: str) -> ZeroMemory:
         config = load([*overrides, "zero_tp.parallel.tensor=1"])
-        return ZeroMemory(model_size(config.hf_config(), 1, False).parameters, ZeroSettings.of(config, cpu=False))
+        return ZeroMemory(
+            model_size(config.hf_config(), 1, False).parameters, ZeroSettings.of(config, cpu=False)
+        )
 
     wider, sent = "data_types.grad_accum_dtype=fp32", "communication_data_type=fp32"
-    offloaded = zero_memory("zero_optimization.stage=2", 'zero_optimization.offload_optimizer={"device":"cpu"}', wider)
+    offloaded = zero_memory(
+        "zero_optimization.stage=2", 'zero_optimization.offload_optimizer={"device":"cpu"}', wider
+    )
     assert offloaded.in_update().gradients == 4 * offloaded.partition_numel
     plain = zero_memory("zero_optimization.stage=0", sent)
     assert plain.in_last_reduction().buffers == (2 + 4) * plain.parameters.total
     accumulated = zero_memory("zero_optimization.stage=1", wider, sent)
     kept = accumulated.states.buffers
     assert accumulated.in_last_reduction().buffers - kept == 4 * accumulated.parameters.total
-    bucketed = [zero_memory("zero_optimization.stage=2", *each).in_last_reduction().buffers for each in ([], [sent])]
+    bucketed = [
+        zero_memory("zero_optimization.stage=2", *each).in_last_reduction().buffers
+        for each in ([], [sent])
+    ]
     assert bucketed[1] - bucketed[0] == 4 * 400_000, "a bucket's copy in fp32"
 
 
 def test_the_parameter_that_fills_a_sub_group_belongs_to_it() -> None:
-    overrides = ["zero_optimization.stage=3", "zero_optimization.sub_group_size=10", "zero_tp.parallel.tensor=1"]
+    overrides = [
+        "zero_optimization.stage=3",
+        "zero_optimization.sub_group_size=10",
+        "zero_tp.parallel.tensor=1",
+    ]
     settings = replace(ZeroSettings.of(load(overrides), cpu=False), data=1)
     parameters = RankParameters((6, 6, 6), (2,), ((6,), (6,), (6,), (2,)), (0, 0, 0, 0), False)
     memory = ZeroMemory(parameters, settings)
-    assert memory.in_grad_conversion().gradients - memory.states.gradients == 4 * (6 + 6), "the update's fp32 gradients"
+    assert memory.in_grad_conversion().gradients - memory.states.gradients == 4 * (6 + 6), (
+        "the update's fp32 gradients"
+    )
 
 
 def test_a_recomputed_layer_is_gathered_as_a_whole() -> None:
-    """The modules of a layer run again before the backward of the last of them; no prefetch, all used again soon."""
+    """The modules of a layer run again before the backward of the last of them; no prefetch, all
+    used again soon.
+    """
     modules, layers = ((100,), (10,), (20,), (10,), (20,), (50,)), (-1, 0, 0, 1, 1, 2)
 
     def most(recomputed: range, max_reuse: int) -> list[float]:
@@ -180,7 +236,8 @@ def test_a_recomputed_layer_is_gathered_as_a_whole() -> None:
 
 
 def rank_of(overrides: list[str]) -> int:
-    """Return the rank that holds the most: at stages 1 and 2 the last, which owns the gradients that come first.
+    """Return the rank that holds the most: at stages 1 and 2 the last, which owns the gradients
+    that come first.
 
     ZeRO-3's ranks hold the same. There DeepSpeed compares with rank 0, which has to exist.
     """
@@ -193,12 +250,16 @@ def engine_peaks(tier: str, rank: int) -> dict[str, dict[str, Any]]:
     mine = [number for number, one in enumerate(CONFIGS) if rank_of(one) == rank]
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.planned", str(WORLD), str(rank)],
-        input=json.dumps([CONFIGS[number] for number in mine if TIERS.get(number, "heavy") == tier]),
+        input=json.dumps(
+            [CONFIGS[number] for number in mine if TIERS.get(number, "heavy") == tier]
+        ),
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    lines = [
+        json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")
+    ]
     return {json.dumps(line["overrides"]): line for line in lines}
 
 
@@ -210,7 +271,9 @@ def test_the_plan_against_a_real_step(number: int) -> None:
     model = model_size(load(overrides).hf_config(), parallel.tensor, parallel.sequence)
     assert engine["parameters"] == model.parameters.total
     assert engine["planned"] == pytest.approx(engine["measured"], rel=0.03)
-    if load(overrides).zero_stage < 3:  # MemTracker misses half of ZeRO-3's first step; test_papers_zero.py has it
+    if (
+        load(overrides).zero_stage < 3
+    ):  # MemTracker misses half of ZeRO-3's first step; test_papers_zero.py has it
         measured, planned = engine["first"]
         assert planned == pytest.approx(measured, rel=0.03)
     before, after = engine["moments"]  # the first step creates them
@@ -219,7 +282,15 @@ def test_the_plan_against_a_real_step(number: int) -> None:
 
 def test_the_dry_run_counts_what_memtracker_counts() -> None:
     """The same forward and backward, fake and real, with gradients that stay."""
-    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, n_positions=64, vocab_size=200, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        n_layer=2,
+        n_embd=64,
+        n_head=4,
+        n_positions=64,
+        vocab_size=200,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
 
     def peak(*, fake: bool) -> int:
         with FakeTensorMode() if fake else torch.random.fork_rng():

@@ -32,7 +32,7 @@ def test_megatrons_readme_on_512_gpus() -> None:
     assert efficiencies_on_512_gpus() == pytest.approx((0.60, 0.76), abs=0.05)
 
 
-# ---- mechanisms ------------------------------------------------------------------------------------------------------
+# ---- mechanisms ----------------------------------------------------------------------------------
 
 
 def test_an_incomplete_wave_of_tiles_takes_as_long_as_a_full_one() -> None:
@@ -52,7 +52,9 @@ def test_rings_share_the_ports_of_a_node() -> None:
     """16 ranks on two nodes: one ring of all has 8 ports, each of 8 rings of 2 has one."""
     size, port = 1e9, 50e9 * 0.5
     together, apart = H100.collective_seconds(size, 16), H100.collective_seconds(size, 2, stride=8)
-    assert together - BASE_LATENCY - FAR_HOP - 14 * NEAR_HOP == pytest.approx(size * 15 / 16 / (8 * port))
+    assert together - BASE_LATENCY - FAR_HOP - 14 * NEAR_HOP == pytest.approx(
+        size * 15 / 16 / (8 * port)
+    )
     assert apart - BASE_LATENCY - FAR_HOP == pytest.approx(size / 2 / port)
     inside = H100.collective_seconds(size, 8)
     assert inside - BASE_LATENCY - 7 * NEAR_HOP == pytest.approx(size * 7 / 8 / (450e9 * 0.75))
@@ -67,7 +69,10 @@ def test_rings_share_the_ports_of_a_node() -> None:
 
 def test_overlapping_collectives_take_multiprocessors_from_products() -> None:
     def exposed(overlap: bool) -> float:
-        overrides = [f"zero_optimization.overlap_comm={str(overlap).lower()}", "zero_optimization.stage=2"]
+        overrides = [
+            f"zero_optimization.overlap_comm={str(overlap).lower()}",
+            "zero_optimization.stage=2",
+        ]
         return plan_gpt2(*overrides, world=64).time.dp_communication
 
     assert 0 < exposed(True) < exposed(False)
@@ -80,7 +85,9 @@ def test_gradients_in_fp32_take_longer_to_send_and_to_add() -> None:
     wider = ["communication_data_type=fp32", "data_types.grad_accum_dtype=fp32"]
 
     def seconds(*overrides: str, world: int = 64) -> tuple[float, float]:
-        time = plan_gpt2("zero_optimization.stage=1", "zero_tp.parallel.tensor=1", *overrides, world=world).time
+        time = plan_gpt2(
+            "zero_optimization.stage=1", "zero_tp.parallel.tensor=1", *overrides, world=world
+        ).time
         return time.dp_communication, time.elementwise
 
     narrow, wide = seconds(), seconds(*wider)
@@ -95,21 +102,35 @@ def test_gradients_in_fp32_take_longer_to_send_and_to_add() -> None:
     beside = "zero_optimization.overlap_comm=true"
     assert seconds(owners, beside, *wider) == wide, "BF16_Optimizer all-reduces after backward"
     from_3 = RunConfig.load(GPT2, ["zero_optimization.stage=3", owners], 64)
-    assert ZeroSettings.of(from_3, cpu=False).with_stage(1).reduces_to_owners, "as a search changes it"
-    second = ("zero_optimization.stage=2", "gradient_accumulation_steps=1", "train_batch_size=auto", owners)
-    assert seconds(*second, *wider)[0] - seconds(*second)[0] == pytest.approx(2 * parameters / ports), "a chain"
+    assert ZeroSettings.of(from_3, cpu=False).with_stage(1).reduces_to_owners, (
+        "as a search changes it"
+    )
+    second = (
+        "zero_optimization.stage=2",
+        "gradient_accumulation_steps=1",
+        "train_batch_size=auto",
+        owners,
+    )
+    assert seconds(*second, *wider)[0] - seconds(*second)[0] == pytest.approx(
+        2 * parameters / ports
+    ), "a chain"
     assert seconds(*second, beside)[0] == seconds(*second)[0], "each waits for the device"
     small = "zero_optimization.reduce_bucket_size=5000000"
     pieces = -(-parameters // 5_000_000)
     latency = H100.collective_seconds(0, 64)
     assert seconds(small)[0] - narrow[0] == pytest.approx(2 * (pieces - 1) * latency)
     assert seconds(small, owners)[0] - seconds(owners)[0] == pytest.approx((pieces - 1) * latency)
-    assert seconds(owners)[0] == pytest.approx(2 * ring + 2 * parameters / ports + 65 * latency), "64 owners"
+    assert seconds(owners)[0] == pytest.approx(2 * ring + 2 * parameters / ports + 65 * latency), (
+        "64 owners"
+    )
 
 
 @THOROUGH
 def test_the_documents_show_the_scaling_as_it_is() -> None:
-    assert scaling.table("8 B", scaling.DEVICES) in (ROOT / "benchmarks" / "results" / "scaling.md").read_text()
+    assert (
+        scaling.table("8 B", scaling.DEVICES)
+        in (ROOT / "benchmarks" / "results" / "scaling.md").read_text()
+    )
 
 
 def test_the_documents_have_the_scaling_figures_of_the_planner() -> None:

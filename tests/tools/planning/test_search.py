@@ -47,13 +47,19 @@ def test_search_finds_faster_settings_that_runs_accept(tmp_path: Path) -> None:
 
 
 def test_search_weighs_reductions_to_owners() -> None:
-    """Where DeepSpeed has them: at stages 1 and 2, not in its BF16_Optimizer, and over two ranks or more."""
+    """Where DeepSpeed has them: at stages 1 and 2, not in its BF16_Optimizer, and over two ranks
+    or more.
+    """
 
     def stages(*overrides: str) -> set[tuple[int, bool]]:
-        config = RunConfig.load(GPT2, ("train_batch_size=8", "train_micro_batch_size_per_gpu=1", *overrides), 8)
+        config = RunConfig.load(
+            GPT2, ("train_batch_size=8", "train_micro_batch_size_per_gpu=1", *overrides), 8
+        )
         ranked = Search(config, named_device("h100")).ranked
         owners = [one for one in ranked if one.settings.requests_owner_reduction]
-        assert all(one.workload.tensor < 8 and "reduced to owners" in one.describe() for one in owners)
+        assert all(
+            one.workload.tensor < 8 and "reduced to owners" in one.describe() for one in owners
+        )
         return {
             (one.settings.stage, one.settings.requests_owner_reduction)
             for one in ranked
@@ -67,7 +73,9 @@ def test_search_weighs_reductions_to_owners() -> None:
 
 @pytest.mark.parametrize("stage_before", [1, 3])
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("reductions", [{}, {"use_multi_rank_bucket_allreduce": False}, {"reduce_scatter": False}])
+@pytest.mark.parametrize(
+    "reductions", [{}, {"use_multi_rank_bucket_allreduce": False}, {"reduce_scatter": False}]
+)
 def test_a_written_candidate_has_the_settings_that_were_weighed(
     stage_before: int, overlap: bool, reductions: dict[str, bool], tmp_path: Path
 ) -> None:
@@ -121,17 +129,25 @@ def test_if_nothing_fits_the_nearest_candidate_and_its_shortage_are_named(tmp_pa
     with pytest.raises(UserError) as caught:
         search.fastest((), 5)
     message = str(caught.value)
-    tried = f"of {len(search.ranked)} candidates none fit by formulas, and none of the nearest {NEAREST} fits in a"
+    tried = (
+        f"of {len(search.ranked)} candidates none fit by formulas, and none of the nearest "
+        f"{NEAREST} fits in a"
+    )
     assert f"does not fit 8 × rtx4090-24gb: {tried} dry run" in message
     raw = read_json(path)
     apply_overrides(raw, overrides)
-    shortages: dict[str, float] = {}  # by plans of runs with those settings, which know of no search
+    shortages: dict[
+        str, float
+    ] = {}  # by plans of runs with those settings, which know of no search
     for one in search.ranked[:NEAREST]:
-        (tmp_path / "one.json").write_text(json.dumps(candidate_config(raw, one.workload, one.settings)))
+        (tmp_path / "one.json").write_text(
+            json.dumps(candidate_config(raw, one.workload, one.settings))
+        )
         memory = plan(RunConfig.load(tmp_path / "one.json", (), 8), device).memory
         groups = 1 if one.workload.tensor in (1, 8) else 3
         shortages[one.describe()] = max(
-            1.05 * memory.peak.total / GIB + 0.92 + 0.67 * groups - 23.6, (8 * memory.host / GIB - 1024) / 8
+            1.05 * memory.peak.total / GIB + 0.92 + 0.67 * groups - 23.6,
+            (8 * memory.host / GIB - 1024) / 8,
         )
     nearest = min(shortages, key=lambda name: shortages[name])
     assert shortages[nearest] > 0 and f"; {nearest} comes nearest with" in message
@@ -145,13 +161,19 @@ def test_search_runs_the_nearest_dry_if_none_fits_by_formulas() -> None:
     assert 0 < len(shown) <= NEAREST and all(one.shortage <= 0 for one in shown)
 
 
-def test_a_config_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     path = tmp_path / "best.json"
     write_named(path, '{"a": 1}')
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"best\.json: can't be written \(No space left on device\)"):
+    with pytest.raises(
+        UserError, match=r"best\.json: can't be written \(No space left on device\)"
+    ):
         write_named(path, '{"a": 2}')
-    assert read_json(path) == {"a": 1} and [each.name for each in tmp_path.iterdir()] == ["best.json"]
+    assert read_json(path) == {"a": 1} and [each.name for each in tmp_path.iterdir()] == [
+        "best.json"
+    ]

@@ -29,15 +29,27 @@ FIXED: dict[str, Any] = {
 
 def run(directory: Path) -> Path:
     """A run at step 20 that has logged up to step 30."""
-    with rewritten(write_checkpoint(directory, tiny_gpt2_config(), tensor=2, data=2, step=20)) as manifest:
+    with rewritten(
+        write_checkpoint(directory, tiny_gpt2_config(), tensor=2, data=2, step=20)
+    ) as manifest:
         manifest["fixed"] = FIXED
-    lines = [{"step": 10, "loss": 4.0, "validation_loss": 4.5}, {"step": 20, "loss": 3.0}, {"step": 30, "loss": 2.0}]
+    lines = [
+        {"step": 10, "loss": 4.0, "validation_loss": 4.5},
+        {"step": 20, "loss": 3.0},
+        {"step": 30, "loss": 2.0},
+    ]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return directory
 
 
 def export(source: Path, output: Path, **options: Any) -> Path:
-    words = {"dtype": "fp32", "tokenizer": None, "max_shard_size": "5GB", "overwrite": False, "push": None}
+    words = {
+        "dtype": "fp32",
+        "tokenizer": None,
+        "max_shard_size": "5GB",
+        "overwrite": False,
+        "push": None,
+    }
     convert.to_hf(argparse.Namespace(source=source, output=output, **words | options))
     return output
 
@@ -109,12 +121,17 @@ def test_an_export_to_a_full_disk_names_it(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("zero_tp.model.weights.export.put_in_place", full)
-    with pytest.raises(UserError, match=r"export: can't be written \(No space left on device\); give another --output"):
+    with pytest.raises(
+        UserError,
+        match=r"export: can't be written \(No space left on device\); give another --output",
+    ):
         export(run(tmp_path / "run"), tmp_path / "export")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.parametrize(("name", "says"), [("no/such/name", "no/such/name"), ("somebody/small", "127.0.0.1")])
+@pytest.mark.parametrize(
+    ("name", "says"), [("no/such/name", "no/such/name"), ("somebody/small", "127.0.0.1")]
+)
 def test_an_upload_that_fails_is_one_line_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
 ) -> None:

@@ -24,17 +24,35 @@ from zero_tp.tools.report.run_page import STEPS, write_report
 from zero_tp.tools.report.runs import config_differences, read_runs
 
 
-def make_run(directory: Path, steps: int = 6, batch: int = 4, lr: float = 1e-3, end: str = "") -> Path:
+def make_run(
+    directory: Path, steps: int = 6, batch: int = 4, lr: float = 1e-3, end: str = ""
+) -> Path:
     directory.mkdir(parents=True)
     lines: list[dict[str, Any]] = []
     for step in range(1, steps + 1):
         loss = math.nan if step == 2 else 8 / step
-        lines.append({"step": step, "loss": loss, "learning_rate": lr, "grad_norm": 1.0, "mfu": None, "hfu": None})
+        lines.append(
+            {
+                "step": step,
+                "loss": loss,
+                "learning_rate": lr,
+                "grad_norm": 1.0,
+                "mfu": None,
+                "hfu": None,
+            }
+        )
     lines += [{"step": steps, "validation_loss": 1.5, "validation_perplexity": math.exp(1.5)}]
     lines += [{"step": steps, "lambada/accuracy": 0.25}]
     write_metrics(directory, lines, end)
-    block = {"data": {"sequence_length": 16, "train": {"<corpus>": 1.0}}, "training": {"steps": 2 * steps}}
-    config: dict[str, Any] = {"train_batch_size": batch, "optimizer": {"params": {"lr": lr}}, "zero_tp": block}
+    block = {
+        "data": {"sequence_length": 16, "train": {"<corpus>": 1.0}},
+        "training": {"steps": 2 * steps},
+    }
+    config: dict[str, Any] = {
+        "train_batch_size": batch,
+        "optimizer": {"params": {"lr": lr}},
+        "zero_tp": block,
+    }
     config |= {"comet": {"api_key": "secret"}}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
@@ -50,14 +68,22 @@ def test_a_run_is_read_while_it_is_written(tmp_path: Path) -> None:
     (found,) = read_runs([going])
     assert found.unreadable == 0, "half a line at the end is being written"
     assert [*found.series["loss"]] == [1, 2, 3, 4, 5, 6] and math.isnan(found.series["loss"][2])
-    assert [*found.finite("loss")] == [1, 3, 4, 5, 6] and found.finite("mfu") == {} and found.tokens_per_step == 64
+    assert (
+        [*found.finite("loss")] == [1, 3, 4, 5, 6]
+        and found.finite("mfu") == {}
+        and found.tokens_per_step == 64
+    )
     with (going / "metrics.jsonl").open("a") as torn:
-        torn.write('\n{"step": 7, "loss": 1.0}\n{"step": 7, "loss": 0.5, "experts/layer_0/1": 0.5}\n')
+        torn.write(
+            '\n{"step": 7, "loss": 1.0}\n{"step": 7, "loss": 0.5, "experts/layer_0/1": 0.5}\n'
+        )
     (found,) = read_runs([going])
     assert found.unreadable == 1 and found.series["loss"][7] == 0.5 and found.last_step == 7
     assert [*panels([found])] == ["loss", "learning rate", "gradient norm", "lambada/accuracy"]
     text = write_report([going])[0].read_text()
-    assert "lambada/accuracy" in text and "experts/" not in text, "a table has a row for each task, not each expert"
+    assert "lambada/accuracy" in text and "experts/" not in text, (
+        "a table has a row for each task, not each expert"
+    )
 
 
 def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
@@ -90,7 +116,10 @@ def test_smoothing_is_that_of_pandas(seed: int) -> None:
     import pandas
 
     draw = random.Random(seed)
-    values = [math.nan if draw.random() < 0.1 else draw.gauss(3, 1) for _ in range(draw.randrange(60, 400))]
+    values = [
+        math.nan if draw.random() < 0.1 else draw.gauss(3, 1)
+        for _ in range(draw.randrange(60, 400))
+    ]
     span = max(1.0, len(values) / 50)
     expected = pandas.Series(values).ewm(span=span, adjust=True, ignore_na=True).mean()
     assert smoothed(values) == pytest.approx(list(expected), nan_ok=True)
@@ -109,7 +138,10 @@ def test_a_long_run_makes_no_long_page(tmp_path: Path) -> None:
 
 def test_runs_are_drawn_beside_each_other_with_what_sets_them_apart(tmp_path: Path) -> None:
     name = "run\udcff"  # a byte that is not UTF-8
-    runs = [make_run(tmp_path / "a" / name), make_run(tmp_path / "b" / name, steps=60, batch=8, lr=3e-3)]
+    runs = [
+        make_run(tmp_path / "a" / name),
+        make_run(tmp_path / "b" / name, steps=60, batch=8, lr=3e-3),
+    ]
     first, second = read_runs(runs)
     assert (first.name, second.name) == (r"a/run\udcff", r"b/run\udcff")
     assert config_differences([first, second]) == [
@@ -122,13 +154,20 @@ def test_runs_are_drawn_beside_each_other_with_what_sets_them_apart(tmp_path: Pa
     links = re.findall(r'(?:href|src|xlink:href)="([^"]*)"', text)
     assert all(link.startswith("#") for link in links), "only references inside the page"
     assert "@import" not in text and "<script" not in text and "url(http" not in text
-    assert text.count("<svg") == 1 and "&lt;corpus&gt;" in text and "<corpus>" not in text and "secret" not in text
+    assert (
+        text.count("<svg") == 1
+        and "&lt;corpus&gt;" in text
+        and "<corpus>" not in text
+        and "secret" not in text
+    )
     assert "optimizer.params.lr" in text and "1.5000 at step 60" in text and "60 of 120" in text
     with Image.open(picture) as drawn:
         assert drawn.width > 1000 and len(drawn.convert("RGB").getcolors(1 << 24) or ()) > 50
 
 
-@pytest.mark.parametrize("block", ["x", {"training": {"steps": "x"}, "data": 3}, {"data": {"sequence_length": 0}}])
+@pytest.mark.parametrize(
+    "block", ["x", {"training": {"steps": "x"}, "data": 3}, {"data": {"sequence_length": 0}}]
+)
 def test_a_config_that_a_person_has_changed_tells_what_is_left(block: Any, tmp_path: Path) -> None:
     made = make_run(tmp_path / "run")
     (made / "config.json").write_text(json.dumps({"train_batch_size": 4, "zero_tp": block}))
@@ -141,7 +180,9 @@ def test_a_config_that_a_person_has_changed_tells_what_is_left(block: Any, tmp_p
 def test_a_picture_waits_for_no_pipe(tmp_path: Path) -> None:
     made = make_run(tmp_path / "run")
     os.mkfifo(tmp_path / "page_curves.png")
-    with pytest.raises(UserError, match=r"page_curves\.png: can't be written \(not a regular file\)"):
+    with pytest.raises(
+        UserError, match=r"page_curves\.png: can't be written \(not a regular file\)"
+    ):
         write_report([made], tmp_path / "page.html")
 
 
@@ -151,15 +192,25 @@ def test_the_command_draws_a_run_and_refuses_what_is_none(tmp_path: Path) -> Non
     drawn = zero_tp(tmp_path, "report", "run")
     assert drawn.returncode == 0, drawn.stderr
     assert drawn.stdout == "wrote run/report.html\nwrote run/report_curves.png\n"
-    again = zero_tp(tmp_path, "report", "run", "--against", "tokens", "--output", "out/\x1bpage.html")
+    again = zero_tp(
+        tmp_path, "report", "run", "--against", "tokens", "--output", "out/\x1bpage.html"
+    )
     assert again.returncode == 0 and (tmp_path / "out" / "\x1bpage.html").is_file()
-    assert again.stdout.startswith("wrote out/\\x1bpage.html\n"), "terminals get no control characters"
+    assert again.stdout.startswith("wrote out/\\x1bpage.html\n"), (
+        "terminals get no control characters"
+    )
     refused = zero_tp(tmp_path, "report", "run", "nowhere")
-    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "nowhere/metrics.jsonl" in refused.stderr
+    assert (
+        refused.returncode == 2
+        and refused.stderr.count("\n") == 1
+        and "nowhere/metrics.jsonl" in refused.stderr
+    )
 
 
 def test_curves_of_many_runs_of_other_length_stay_apart(tmp_path: Path) -> None:
-    """One legend of all runs, dashes where colours repeat, a logarithmic axis, and tables of values."""
+    """One legend of all runs, dashes where colours repeat, a logarithmic axis, and tables of
+    values.
+    """
     runs = [make_run(tmp_path / f"run_{number}", steps=6 * (number + 1)) for number in range(9)]
     figure = draw_runs(read_runs(runs), "step")
     looks = [(line.get_color(), line.get_linestyle()) for line in figure.legends[0].get_lines()]
@@ -183,7 +234,9 @@ def test_a_curve_has_a_table_of_at_most_50_values(tmp_path: Path) -> None:
     lines = ({"step": step, "loss": step / 8, "memory_gib": 0.5} for step in range(1, 1002))
     run = write_metrics(make_run(tmp_path / "run"), lines)
     text = write_report([run], tmp_path / "page.html")[0].read_text()
-    loss, memory = (table_of(text, title) for title in ("loss, training", "peak memory of a rank [GiB]"))
+    loss, memory = (
+        table_of(text, title) for title in ("loss, training", "peak memory of a rank [GiB]")
+    )
     assert "<th>step</th><th>value</th><th>average</th>" in loss
     assert "<th>step</th><th>value</th></tr>" in memory
     assert TABLE_ROWS * 0.8 < loss.count("<tr>") - 1 <= TABLE_ROWS
@@ -206,4 +259,6 @@ def test_hfu_is_shown_where_it_differs(tmp_path: Path) -> None:
         lines = ({"step": step, "mfu": 0.4, "hfu": 0.4 * factor} for step in range(1, 7))
         run = write_metrics(make_run(tmp_path / str(factor)), lines)
         pages.append(write_report([run], tmp_path / f"{factor}.html")[0].read_text())
-    assert ["HFU" in page for page in pages] == [False, True] and all("MFU" in page for page in pages)
+    assert ["HFU" in page for page in pages] == [False, True] and all(
+        "MFU" in page for page in pages
+    )

@@ -1,4 +1,6 @@
-"""The same script of transformers' Trainer, with the plain model in one process and on tensor-parallel ranks."""
+"""The same script of transformers' Trainer, with the plain model in one process and on
+tensor-parallel ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found = {}
     for kind in FIELDS:
         folder = tmp_path_factory.mktemp(kind)
-        # BertForPreTraining ignores the number of labels of the micro-batches, so its step is one micro-batch.
+        # BertForPreTraining ignores the number of labels of the micro-batches, so its step is one
+        # micro-batch.
         micro, accumulation = (ROWS // 2, 2) if kind == "causal" else (ROWS, 1)
         directory = str(save_model(kind, folder / "start"))
         history, trainer = script(
@@ -35,7 +38,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         )
         model = trainer.model.eval()
         prompt = torch.tensor([[7, 8, 9]])
-        text = model.generate(prompt, max_new_tokens=5, do_sample=False) if kind == "causal" else prompt
+        text = (
+            model.generate(prompt, max_new_tokens=5, do_sample=False)
+            if kind == "causal"
+            else prompt
+        )
         found[kind] = history, load_file(folder / "model" / "model.safetensors"), text, directory
     return found
 
@@ -55,9 +62,17 @@ def ours(model: Any, *arguments: Any, **options: Any) -> Any:
     return Trainer(parallel_model(model, Topology()), *arguments, **options)
 
 
-def test_trainer_saves_resumes_and_recomputes_with_our_model(plain: dict[str, Any], tmp_path: Path) -> None:
-    """In one process: its checkpoints are Hugging Face's, and what it loads of them is not what it began with."""
-    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "per_device_eval_batch_size": 4}
+def test_trainer_saves_resumes_and_recomputes_with_our_model(
+    plain: dict[str, Any], tmp_path: Path
+) -> None:
+    """In one process: its checkpoints are Hugging Face's, and what it loads of them is not what
+    it began with.
+    """
+    saving: dict[str, Any] = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "per_device_eval_batch_size": 4,
+    }
     best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
     for kind, micro, accumulation in (("causal", ROWS // 2, 2), ("masked", ROWS, 1)):
         _, _, text, directory = reference = plain[kind]
@@ -66,11 +81,21 @@ def test_trainer_saves_resumes_and_recomputes_with_our_model(plain: dict[str, An
             "gradient_checkpointing": True,
             "gradient_checkpointing_kwargs": {"mode": "selective"},
         }
-        history, trainer = script(ours, kind, directory, str(folder), micro, accumulation, **saving, **recomputing)
+        history, trainer = script(
+            ours, kind, directory, str(folder), micro, accumulation, **saving, **recomputing
+        )
         assert trainer.model.is_activation_checkpointing
         check((history, text, ""), folder, reference)
         again, trainer = script(
-            ours, kind, directory, str(folder), micro, accumulation, resume=f"{folder}/checkpoint-2", **saving, **best
+            ours,
+            kind,
+            directory,
+            str(folder),
+            micro,
+            accumulation,
+            resume=f"{folder}/checkpoint-2",
+            **saving,
+            **best,
         )
         assert again[-2]["eval_loss"] == pytest.approx(history[-2]["eval_loss"], rel=1e-6)
         better = trainer.state.best_model_checkpoint
@@ -118,7 +143,9 @@ def test_the_same_script_gives_the_same(
         check(found, tmp_path, plain[kind])
 
 
-def resumed(directory: str, folder: str, before: tuple[int, int], after: tuple[int, int]) -> tuple[Any, ...]:
+def resumed(
+    directory: str, folder: str, before: tuple[int, int], after: tuple[int, int]
+) -> tuple[Any, ...]:
     """Trained to step 2 on one grid and ZeRO stage, and on to the last on another."""
 
     def train(tensor: int, stage: int, **arguments: Any) -> tuple[Any, ...]:
@@ -129,9 +156,15 @@ def resumed(directory: str, folder: str, before: tuple[int, int], after: tuple[i
     return train(*after, resume=f"{folder}/checkpoint-2")
 
 
-@pytest.mark.parametrize(("before", "after"), in_tiers([((2, 1), (4, 3)), ((2, 3), (1, 2))], [((2, 1), (4, 3))]))
+@pytest.mark.parametrize(
+    ("before", "after"), in_tiers([((2, 1), (4, 3)), ((2, 3), (1, 2))], [((2, 1), (4, 3))])
+)
 def test_a_checkpoint_goes_on_on_any_topology(
-    ranks: Pools, plain: dict[str, Any], tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+    ranks: Pools,
+    plain: dict[str, Any],
+    tmp_path: Path,
+    before: tuple[int, int],
+    after: tuple[int, int],
 ) -> None:
     reference = plain["causal"]
     for history, text, grid in ranks(4).run(resumed, reference[3], str(tmp_path), before, after):
@@ -139,13 +172,21 @@ def test_a_checkpoint_goes_on_on_any_topology(
         check((history, text, grid), tmp_path, reference)
 
 
-def test_a_script_with_packed_rows_gives_the_same(ranks: Pools, plain: dict[str, Any], tmp_path: Path) -> None:
-    """Other rows are packed together on each side, and a step's loss is the same mean over its tokens."""
+def test_a_script_with_packed_rows_gives_the_same(
+    ranks: Pools, plain: dict[str, Any], tmp_path: Path
+) -> None:
+    """Other rows are packed together on each side, and a step's loss is the same mean over its
+    tokens.
+    """
     options: dict[str, Any] = {"collator": DataCollatorWithFlattening(), "eval_strategy": "no"}
     directory = plain["causal"][3]
-    expected, _ = script(Trainer, "causal", directory, str(tmp_path / "plain"), ROWS // 2, 2, **options)
+    expected, _ = script(
+        Trainer, "causal", directory, str(tmp_path / "plain"), ROWS // 2, 2, **options
+    )
     weights = load_file(tmp_path / "plain" / "model" / "model.safetensors")
-    for history, *_ in ranks(2).run(on_ranks, "causal", directory, str(tmp_path), 2, 1, ROWS // 2, 2, **options):
+    for history, *_ in ranks(2).run(
+        on_ranks, "causal", directory, str(tmp_path), 2, 1, ROWS // 2, 2, **options
+    ):
         for line, wanted in zip(history, expected, strict=True):
             assert line == pytest.approx(wanted, rel=1e-5), (line, wanted)
     check_close(load_file(tmp_path / "model" / "model.safetensors"), weights)

@@ -53,11 +53,14 @@ row = {"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}
 trainer = ZeroTPTrainer(AutoModelForCausalLM.from_pretrained("model"), args, train_dataset=[row] * 8)
 trainer.train()
 print("trained", trainer.state.global_step)
-"""
+"""  # noqa: E501
 
 
 def test_a_script_without_a_launcher_is_one_line() -> None:
-    with pytest.raises(UserError, match=r"^ZeroTPTrainer: no ranks are connected; start the script with deepspeed or"):
+    with pytest.raises(
+        UserError,
+        match=r"^ZeroTPTrainer: no ranks are connected; start the script with deepspeed or",
+    ):
         TensorParallelAccelerator(Topology(world=1), 1.0, lambda engine: None)
 
 
@@ -97,14 +100,20 @@ def test_training_arguments_that_are_not_exact_are_refused() -> None:
 
 @pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
 def test_a_schedule_that_a_checkpoint_cannot_hold_is_refused(schedule: str) -> None:
-    args: Any = SimpleNamespace(lr_scheduler_type=SchedulerType(schedule), save_strategy="no", device=0, world_size=1)
+    args: Any = SimpleNamespace(
+        lr_scheduler_type=SchedulerType(schedule), save_strategy="no", device=0, world_size=1
+    )
     _check_arguments(args)
     args.save_strategy = "steps"
-    with pytest.raises(UserError, match=r"^TrainingArguments\.lr_scheduler_type: .*; use another, or save_strategy"):
+    with pytest.raises(
+        UserError, match=r"^TrainingArguments\.lr_scheduler_type: .*; use another, or save_strategy"
+    ):
         _check_arguments(args)
 
 
-def test_a_schedule_of_torch_is_restored_and_one_of_deepspeed_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_of_torch_is_restored_and_one_of_deepspeed_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(checkpoints, "Resume", mock.Mock())
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     zero: Any = SimpleNamespace(
@@ -117,7 +126,9 @@ def test_a_schedule_of_torch_is_restored_and_one_of_deepspeed_refused(monkeypatc
         manifest: Any = SimpleNamespace(kinds=["master"], progress=progress)
         checkpoint = RunCheckpoint(Path("checkpoint-2"), manifest)
         monkeypatch.setattr(checkpoints, "find_on_all_ranks", lambda _, found=checkpoint: found)
-        refused = pytest.raises(UserError, match="its learning rate came from a scheduler of DeepSpeed's config")
+        refused = pytest.raises(
+            UserError, match="its learning rate came from a scheduler of DeepSpeed's config"
+        )
         with refused if schedule.keys() == {"last_batch_iteration"} else contextlib.nullcontext():
             checkpoints.resume_states(zero, after, Path("checkpoint-2"), 1)
         assert after.last_epoch == 7 and optimizer.param_groups[0]["lr"] == 0.5
@@ -125,20 +136,27 @@ def test_a_schedule_of_torch_is_restored_and_one_of_deepspeed_refused(monkeypatc
 
 @pytest.mark.parametrize("degree", [0, 2])
 def test_a_degree_that_does_not_divide_the_ranks_is_refused(degree: int) -> None:
-    """As when a script is started by python, or by accelerate on a CPU, which starts one rank whatever it is given."""
+    """As when a script is started by python, or by accelerate on a CPU, which starts one rank
+    whatever it is given.
+    """
     args: Any = SimpleNamespace(device="cpu", world_size=1)
     with pytest.raises(
-        UserError, match=rf"^ZeroTPTrainer: tensor_parallel is {degree}, but the number of ranks, 1, is no"
+        UserError,
+        match=rf"^ZeroTPTrainer: tensor_parallel is {degree}, but the number of ranks, 1, is no",
     ):
         ZeroTPTrainer(GPT2LMHeadModel(gpt2_config(n_layer=1)), args, tensor_parallel=degree)
 
 
 @pytest.mark.parametrize("total", [None, "auto", 16])
-def test_a_global_batch_that_counts_tensor_parallel_ranks_is_refused(total: int | str | None) -> None:
+def test_a_global_batch_that_counts_tensor_parallel_ranks_is_refused(
+    total: int | str | None,
+) -> None:
     """transformers would accept 16, and each step would train on 8 rows."""
     args: Any = SimpleNamespace(deepspeed={"train_batch_size": total})
     _check_batch(args, Topology(1, world=4))
-    refused = pytest.raises(UserError, match=r"^train_batch_size: 16 in DeepSpeed's config: .*; use \"auto\"$")
+    refused = pytest.raises(
+        UserError, match=r"^train_batch_size: 16 in DeepSpeed's config: .*; use \"auto\"$"
+    )
     with refused if total == 16 else contextlib.nullcontext():
         _check_batch(args, Topology(2, world=4))
 
@@ -152,18 +170,32 @@ REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"tensor_parallel": {"autotp_size": 2}}, r"tensor_parallel: refused: DeepSpeed's AutoTP"),
     ({"gradient_allreduce_op": "sum"}, r"gradient_allreduce_op: refused unless it is \"mean\""),
     ({"prescale_gradients": True}, r"prescale_gradients: refused with ZeRO"),
-    ({"zero_optimization": {"stage": 2, "zenflow": {}}}, r"zero_optimization\.zenflow: refused: it steps on"),
     (
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/no/directory"}}},
-        r"zero_optimization\.offload_param\.nvme_path: /no/directory is not a directory on this machine",
+        {"zero_optimization": {"stage": 2, "zenflow": {}}},
+        r"zero_optimization\.zenflow: refused: it steps on",
     ),
-    ({"gradient_acumulation_steps": 2}, r"gradient_acumulation_steps: unknown key; did you mean .gradient_acc"),
+    (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "nvme", "nvme_path": "/no/directory"},
+            }
+        },
+        r"zero_optimization\.offload_param\.nvme_path: /no/directory is not a directory on this "
+        "machine",
+    ),
+    (
+        {"gradient_acumulation_steps": 2},
+        r"gradient_acumulation_steps: unknown key; did you mean .gradient_acc",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("keys", "message"), REFUSED_CONFIGS)
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_a_trainers_deepspeed_config_is_refused_as_a_runs_is(keys: dict[str, Any], message: str, tensor: int) -> None:
+def test_a_trainers_deepspeed_config_is_refused_as_a_runs_is(
+    keys: dict[str, Any], message: str, tensor: int
+) -> None:
     topology = Topology(tensor, world=tensor)
     with pytest.raises(UserError, match=message):
         finalized_settings(plugin_of(BATCH | keys), topology, 1.0)
@@ -171,7 +203,9 @@ def test_a_trainers_deepspeed_config_is_refused_as_a_runs_is(keys: dict[str, Any
 
 
 def test_a_trainer_may_clip_nothing() -> None:
-    filled = plugin_of(BATCH | {"gradient_clipping": None})  # "auto", with TrainingArguments(max_grad_norm=None)
+    filled = plugin_of(
+        BATCH | {"gradient_clipping": None}
+    )  # "auto", with TrainingArguments(max_grad_norm=None)
     assert finalized_settings(filled, Topology(world=1), None).gradient_clipping == 0
 
 
@@ -189,9 +223,14 @@ def test_a_second_training_is_refused() -> None:
 def test_a_checkpoint_of_another_optimizer_is_refused(
     optimizer: Any, foreign: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    zero: Any = SimpleNamespace(states=lambda: SimpleNamespace(optimizer=optimizer([torch.zeros(1)], lr=1.0)))
+    zero: Any = SimpleNamespace(
+        states=lambda: SimpleNamespace(optimizer=optimizer([torch.zeros(1)], lr=1.0))
+    )
     monkeypatch.setattr(checkpoints, "Resume", mock.Mock(side_effect=UserError("passed")))
-    for kind, message in ((foreign, f"has {foreign} of each parameter, which {optimizer.__name__}"), ("", "passed")):
+    for kind, message in (
+        (foreign, f"has {foreign} of each parameter, which {optimizer.__name__}"),
+        ("", "passed"),
+    ):
         manifest: Any = SimpleNamespace(kinds=["master", kind])
         checkpoint = RunCheckpoint(Path("checkpoint-2"), manifest)
         monkeypatch.setattr(checkpoints, "find_on_all_ranks", lambda _, found=checkpoint: found)
@@ -202,8 +241,12 @@ def test_a_checkpoint_of_another_optimizer_is_refused(
 def test_an_optimizer_of_the_same_name_in_another_library_is_refused() -> None:
     """bitsandbytes has an AdamW too, whose states are in blocks of a whole tensor."""
     weight = torch.nn.Parameter(torch.zeros(2))
-    other = type("AdamW", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})([weight], lr=0.1)
-    with pytest.raises(UserError, match=r"^optimizer AdamW of bitsandbytes is refused: its update of a tensor may"):
+    other = type("AdamW", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})(
+        [weight], lr=0.1
+    )
+    with pytest.raises(
+        UserError, match=r"^optimizer AdamW of bitsandbytes is refused: its update of a tensor may"
+    ):
         _sharded_optimizer(other, DeepSpeedSettings())
     optimizer = torch.optim.AdamW([weight])
     assert _sharded_optimizer(optimizer, DeepSpeedSettings()) is optimizer
@@ -211,11 +254,15 @@ def test_an_optimizer_of_the_same_name_in_another_library_is_refused() -> None:
 
 def test_a_trainer_warns_of_keys_without_effect() -> None:
     plugin = plugin_of(BATCH | {"fp16": {"enabled": False, "loss_scale": 8.0}})
-    with pytest.warns(UserWarning, match=r"^DeepSpeed's config: fp16\.loss_scale: fp16\.enabled is not true"):
+    with pytest.warns(
+        UserWarning, match=r"^DeepSpeed's config: fp16\.loss_scale: fp16\.enabled is not true"
+    ):
         finalized_settings(plugin, Topology(world=1), 1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # Trainer's own SGD needs it
-        finalized_settings(plugin_of(BATCH | {"zero_allow_untested_optimizer": True}), Topology(world=1), 1.0)
+        finalized_settings(
+            plugin_of(BATCH | {"zero_allow_untested_optimizer": True}), Topology(world=1), 1.0
+        )
 
 
 def test_a_trainer_reports_locks_of_builds() -> None:
@@ -229,16 +276,27 @@ def test_a_trainer_that_counts_other_ranks_is_one_line(tmp_path: Path) -> None:
     """accelerate does on a CPU without `use_cpu`."""
     tiny_gpt2(tmp_path / "model", speeches(2, 2000))
     script = SCRIPT.replace("use_cpu=True, ", "").replace('"stage": 3', '"stage": 1')
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--standalone",
+    ]
     (tmp_path / "script.py").write_text(script)
     done = run([*command, "script.py"], tmp_path, limit=300)
     assert done.returncode and "trained" not in done.stdout
-    assert "UserError: TrainingArguments: accelerate counts 1 of 2 ranks" in done.stderr, done.stderr
+    assert "UserError: TrainingArguments: accelerate counts 1 of 2 ranks" in done.stderr, (
+        done.stderr
+    )
 
 
 @THOROUGH
 def test_a_script_compiles_no_collectives(tmp_path: Path) -> None:
-    """DeepSpeed would, wherever it first connects: for a model that transformers opens under ZeRO-3, or an engine."""
+    """DeepSpeed would, wherever it first connects: for a model that transformers opens under
+    ZeRO-3, or an engine.
+    """
     tiny_gpt2(tmp_path / "model", speeches(2, 2000))
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     variables = rank | {"MASTER_PORT": str(free_port())}
@@ -252,9 +310,14 @@ def test_rows_without_the_label_of_a_sentence_head_are_refused() -> None:
     trainer = object.__new__(TensorParallel)
     fields = bert_fields(model_type="bert", num_hidden_layers=1, vocab_size=40)
     trainer.model = parallel_model(encoder(fields, 0), Topology(world=1)).train()
-    trainer.topology, trainer.args = Topology(world=1), cast(Any, SimpleNamespace(device=torch.device("cpu")))
+    trainer.topology, trainer.args = (
+        Topology(world=1),
+        cast(Any, SimpleNamespace(device=torch.device("cpu"))),
+    )
     tokens = torch.arange(8).view(2, 4)
-    with pytest.raises(UserError, match=r"^next_sentence_label: the rows have none, .*BertForMaskedLM$"):
+    with pytest.raises(
+        UserError, match=r"^next_sentence_label: the rows have none, .*BertForMaskedLM$"
+    ):
         trainer.compute_loss(trainer.model, {"input_ids": tokens, "labels": tokens})
 
 

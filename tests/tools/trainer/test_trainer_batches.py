@@ -1,4 +1,6 @@
-"""Micro-batches of transformers' Trainer on a TP group: compared between ranks, padded for sequence parallelism."""
+"""Micro-batches of transformers' Trainer on a TP group: compared between ranks, padded for
+sequence parallelism.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from tests.support.decoders import decoder
 from tests.support.encoders import encoder
 from tests.support.experts import OWN
 from tests.support.experts import fields as expert_fields
-from tests.support.native import check_gradients, gradients, native_model, parallel_model, perturbed, to_ours
+from tests.support.native import (
+    check_gradients,
+    gradients,
+    native_model,
+    parallel_model,
+    perturbed,
+    to_ours,
+)
 from tests.support.packed_documents import dynamic_model
 from tests.support.pools import Pools
 from tests.support.trainer_scripts import CAUSAL, ENCODER
@@ -38,11 +47,17 @@ GPT2 |= {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def compare_samples(attention_mask: list[list[int]], with_types: bool) -> str:
-    """Return the error of a rank of a TP group whose second rank has this mask, and maybe a tensor more."""
+    """Return the error of a rank of a TP group whose second rank has this mask, and maybe a
+    tensor more.
+    """
     topology, second = Topology(2, True), dist.get_rank() == 1
     SampleComparison({"input_ids": torch.arange(4)}, topology).require_same()
     mask = torch.tensor(attention_mask if second else [[1, 1, 1]] * 2, dtype=torch.bfloat16)
-    inputs: dict[str, Any] = {"input_ids": torch.arange(6).view(2, 3), "attention_mask": mask, "return_dict": second}
+    inputs: dict[str, Any] = {
+        "input_ids": torch.arange(6).view(2, 3),
+        "attention_mask": mask,
+        "return_dict": second,
+    }
     if second and with_types:
         inputs["token_type_ids"] = torch.zeros(2, 3, dtype=torch.int64)
     try:
@@ -57,31 +72,47 @@ def test_different_samples_in_a_tp_group_are_refused_on_all_ranks(ranks: Pools) 
     assert ranks(2).run(compare_samples, same, False) == ["", ""]
     for mask, with_types in (([[1, 1, 1], [1, 1, 0]], False), ([[1, 1]] * 2, False), (same, True)):
         for error in ranks(2).run(compare_samples, mask, with_types):
-            assert error.startswith("attention_mask, input_ids") and "the samples differ between the ranks" in error
+            assert (
+                error.startswith("attention_mask, input_ids")
+                and "the samples differ between the ranks" in error
+            )
 
 
 def test_a_byte_in_another_place_or_tensor_gives_another_checksum() -> None:
     places = torch.eye(24, dtype=torch.uint8).view(24, 3, 8)  # one byte of three tensors
-    sums = [checksum({name: tensor for name, tensor in zip("abc", tensors, strict=True)}) for tensors in places]
+    sums = [
+        checksum({name: tensor for name, tensor in zip("abc", tensors, strict=True)})
+        for tensors in places
+    ]
     assert len({int(number) for number in sums}) == 24
 
 
 def test_rows_without_tokens_reach_the_forward() -> None:
     """It refuses their arguments by name."""
     inputs = {"inputs_embeds": torch.ones(1, 3, 8)}
-    assert pad_for_sequence_parallelism(inputs, Topology(2, True, world=2, rank=0), causal=True) == inputs
+    assert (
+        pad_for_sequence_parallelism(inputs, Topology(2, True, world=2, rank=0), causal=True)
+        == inputs
+    )
 
 
 def packed_losses(lengths: list[list[int]], numbered: bool) -> list[tuple[float, float]]:
-    """(our loss, that of transformers' model on each document by itself) of rows of documents of these lengths."""
+    """(our loss, that of transformers' model on each document by itself) of rows of documents of
+    these lengths.
+    """
     fields = dict(CAUSAL)
     torch.manual_seed(7)
-    reference = perturbed(native_model(AutoConfig.for_model(fields.pop("model_type"), **fields))).train()
+    reference = perturbed(
+        native_model(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    ).train()
     model = parallel_model(reference, grid(2, True)).train()
     found = []
     for row in lengths:
         documents = [torch.randint(101, (length,)) for length in row]
-        sums = [F.cross_entropy(reference(each[None]).logits[0, :-1], each[1:], reduction="sum") for each in documents]
+        sums = [
+            F.cross_entropy(reference(each[None]).logits[0, :-1], each[1:], reduction="sum")
+            for each in documents
+        ]
         expected = torch.stack(sums).sum() / sum(length - 1 for length in row)
         reference.zero_grad()
         expected.backward()
@@ -98,7 +129,9 @@ def packed_losses(lengths: list[list[int]], numbered: bool) -> list[tuple[float,
 
 @pytest.mark.parametrize("numbered", [False, True])
 def test_packed_rows_of_any_length_are_documents_apart(ranks: Pools, numbered: bool) -> None:
-    """As flash attention's varlen kernels see them: no document sees another, nor what fills the row up."""
+    """As flash attention's varlen kernels see them: no document sees another, nor what fills the
+    row up.
+    """
     lengths = [[5, 1, 7], [2, 3, 4], [9], [4, 4], [3, 2, 1, 1, 2, 2]]
     for losses in ranks(2).run(packed_losses, lengths, numbered):
         for loss, expected in losses:
@@ -106,14 +139,16 @@ def test_packed_rows_of_any_length_are_documents_apart(ranks: Pools, numbered: b
 
 
 def dynamic_losses(length: int) -> tuple[float, float]:
-    """(our loss, transformers') of a row just longer than the positions, under frequencies that follow the length."""
+    """(our loss, transformers') of a row just longer than the positions, under frequencies that
+    follow the length.
+    """
     reference = dynamic_model().train()
     model = parallel_model(reference, grid(2, True)).train()
     tokens = torch.randint(61, (1, length))
     batch = {"input_ids": tokens, "labels": tokens}
-    return model(**pad_for_sequence_parallelism(batch, model.topology, causal=True)).loss.item(), reference(
-        **batch
-    ).loss.item()
+    return model(
+        **pad_for_sequence_parallelism(batch, model.topology, causal=True)
+    ).loss.item(), reference(**batch).loss.item()
 
 
 def test_padding_does_not_lengthen_a_row(ranks: Pools) -> None:
@@ -132,7 +167,9 @@ def padded_loss(fields: dict[str, Any], batch: dict[str, Any]) -> tuple[float, f
     model = parallel_model(reference, grid(2, True)).train()
     # With a cache, its default, transformers does not separate documents.
     expected = reference(**batch, **({} if kind == "bert" else {"use_cache": False})).loss
-    loss = model(**pad_for_sequence_parallelism(batch, model.topology, causal=model.spec.causal)).loss
+    loss = model(
+        **pad_for_sequence_parallelism(batch, model.topology, causal=model.spec.causal)
+    ).loss
     expected.backward()
     loss.backward()
     check_gradients(model, reference)

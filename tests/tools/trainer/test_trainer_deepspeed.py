@@ -1,4 +1,6 @@
-"""DeepSpeed's `optimizer` and `scheduler` blocks in ZeroTPTrainer, against transformers' Trainer under DeepSpeed."""
+"""DeepSpeed's `optimizer` and `scheduler` blocks in ZeroTPTrainer, against transformers' Trainer
+under DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 COLUMNS = ("loss", "learning_rate")
 
 
-def logs(trainer_class: Any, folder: str, scheduler: dict[str, Any], micro: int, **options: Any) -> list[Any]:
+def logs(
+    trainer_class: Any, folder: str, scheduler: dict[str, Any], micro: int, **options: Any
+) -> list[Any]:
     """The rates and losses of a script's steps."""
     config = {
         "train_micro_batch_size_per_gpu": "auto",
@@ -62,21 +66,32 @@ def logs(trainer_class: Any, folder: str, scheduler: dict[str, Any], micro: int,
         )
         torch.manual_seed(3)
         model = GPT2LMHeadModel(gpt2_config(n_layer=1, vocab_size=101, initializer_range=0.3))
-        trainer = trainer_class(model, args, data_collator=collate, train_dataset=rows_of("causal", 24, 1))
+        trainer = trainer_class(
+            model, args, data_collator=collate, train_dataset=rows_of("causal", 24, 1)
+        )
         trainer.train(resume_from_checkpoint=resume)
-        return [[line[name] for name in COLUMNS] for line in trainer.state.log_history if "loss" in line]
+        return [
+            [line[name] for name in COLUMNS] for line in trainer.state.log_history if "loss" in line
+        ]
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def schedules(folder: str, tensor: int) -> dict[str, list[list[Any]]]:
-    """(ours on the grid, ours resumed at step 2, plain Trainer's under DeepSpeed on DP ranks) of each schedule."""
+    """(ours on the grid, ours resumed at step 2, plain Trainer's under DeepSpeed on DP ranks) of
+    each schedule.
+    """
     ours, found = partial(ZeroTPTrainer, tensor_parallel=tensor), {}
     blocks = {name: {"type": name, "params": params} for name, params in SCHEDULERS.items()}
     # transformers refuses another warm-up than the block's
-    warmups = {name: {"warmup_steps": params.get("warmup_num_steps", 0)} for name, params in SCHEDULERS.items()}
+    warmups = {
+        name: {"warmup_steps": params.get("warmup_num_steps", 0)}
+        for name, params in SCHEDULERS.items()
+    }
     # First, because DeepSpeed's engines without an mpu cannot follow one with it.
-    plain = {name: logs(Trainer, folder, block, 2, **warmups[name]) for name, block in blocks.items()}
+    plain = {
+        name: logs(Trainer, folder, block, 2, **warmups[name]) for name, block in blocks.items()
+    }
     for name, block in blocks.items():
         own, options = f"{folder}/{name}", warmups[name]
         runs = [logs(ours, own, block, 2 * tensor, **options, save_strategy="steps", save_steps=2)]
@@ -85,10 +100,14 @@ def schedules(folder: str, tensor: int) -> dict[str, list[list[Any]]]:
     return found
 
 
-def test_a_scheduler_block_has_the_rates_of_trainer_under_deepspeed(ranks: Pools, tmp_path: Path) -> None:
+def test_a_scheduler_block_has_the_rates_of_trainer_under_deepspeed(
+    ranks: Pools, tmp_path: Path
+) -> None:
     """Both the rates that it reports and those that it trains at, which the losses follow."""
     for found in ranks(2).run(schedules, str(tmp_path), 2):
-        assert [rate for _, rate in found["WarmupLR"][2]] == pytest.approx([0, 0.0025, 0.005, 0.0075, 0.01])
+        assert [rate for _, rate in found["WarmupLR"][2]] == pytest.approx(
+            [0, 0.0025, 0.005, 0.0075, 0.01]
+        )
         for name, (whole, resumed, plain) in found.items():
             assert len(plain) == len(whole) == len(resumed) == 5, name
             for line, again, wanted in zip(whole, resumed, plain, strict=True):
@@ -116,21 +135,34 @@ ADAM = ("lr", "betas", "eps", "weight_decay")
 WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
 LEFT_OUT: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"optimizer": {"type": "AdamW"}}, {"optimizer": ADAM}),
-    ({"optimizer": {"type": "adam", "params": {"torch_adam": True, "lr": 0.02}}}, {"optimizer": ADAM[1:]}),
+    (
+        {"optimizer": {"type": "adam", "params": {"torch_adam": True, "lr": 0.02}}},
+        {"optimizer": ADAM[1:]},
+    ),
     ({"optimizer": {"type": "SGD", "params": {}}}, {"optimizer": ("lr", "weight_decay")}),
     ({"scheduler": {"type": "WarmupLR", "params": {}}}, {"scheduler": WARMUP}),
-    ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}}, {"scheduler": WARMUP[:2]}),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}},
+        {"scheduler": WARMUP[:2]},
+    ),
     ({"scheduler": {"type": "WarmupDecayLR"}}, {"scheduler": (*WARMUP, "total_num_steps")}),
-    ({"scheduler": {"type": "WarmupCosineLR"}}, {"scheduler": ("warmup_num_steps", "total_num_steps")}),
+    (
+        {"scheduler": {"type": "WarmupCosineLR"}},
+        {"scheduler": ("warmup_num_steps", "total_num_steps")},
+    ),
     ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}}}, {}),
     ({"bf16": {}}, {"bf16": "enabled"}),
 ]
-"""Blocks of DeepSpeed's config, and the keys in them that stand for training arguments and are left out."""
+"""Blocks of DeepSpeed's config, and the keys in them that stand for training arguments and are
+left out.
+"""
 
 
 @pytest.mark.parametrize(("blocks", "keys"), LEFT_OUT)
 def test_keys_that_are_left_out_count_as_auto(tmp_path: Path, blocks: Any, keys: Any) -> None:
-    """The reference is transformers' own filling of a config with every one of them written "auto"."""
+    """The reference is transformers' own filling of a config with every one of them written
+    "auto".
+    """
     written: dict[str, Any] = {"zero_optimization": {"stage": 1}, **copy.deepcopy(blocks)}
     batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     auto = {**copy.deepcopy(written), **dict.fromkeys(batch, "auto")}
@@ -151,26 +183,38 @@ def test_keys_that_are_left_out_count_as_auto(tmp_path: Path, blocks: Any, keys:
 
 
 def test_a_written_key_that_differs_is_refused_by_transformers(tmp_path: Path) -> None:
-    args, written = arguments(tmp_path), {"optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}}}
+    args, written = (
+        arguments(tmp_path),
+        {"optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}}},
+    )
     found = HfTrainerDeepSpeedConfig(copy.deepcopy(written))
     args.deepspeed = written
     fill_left_out_keys(found, args)
-    with pytest.raises(ValueError, match=r"ds optimizer\.params\.weight_decay=0\.1 vs hf weight_decay=0\.3"):
+    with pytest.raises(
+        ValueError, match=r"ds optimizer\.params\.weight_decay=0\.1 vs hf weight_decay=0\.3"
+    ):
         found.trainer_config_finalize(args, None, 10)
 
 
-@pytest.mark.parametrize(("block", "argument"), [("optimizer", "optim_args"), ("scheduler", "lr_scheduler_kwargs")])
+@pytest.mark.parametrize(
+    ("block", "argument"), [("optimizer", "optim_args"), ("scheduler", "lr_scheduler_kwargs")]
+)
 def test_arguments_that_a_block_replaces_are_refused(block: str, argument: str) -> None:
     args: Any = SimpleNamespace(deepspeed=None, **{argument: {"num_cycles": 2}})
     config: Any = SimpleNamespace(config={block: {"type": "WarmupLR"}})
-    with pytest.raises(UserError, match=rf"^TrainingArguments\.{argument}: DeepSpeed's config has a block {block}"):
+    with pytest.raises(
+        UserError, match=rf"^TrainingArguments\.{argument}: DeepSpeed's config has a block {block}"
+    ):
         fill_left_out_keys(config, args)
 
 
 def test_a_schedule_of_transformers_in_a_block_is_refused() -> None:
     """DeepSpeed refuses it too, in plain Trainer."""
     block = {"type": "linear", "params": {"num_warmup_steps": 1, "num_training_steps": 4}}
-    with pytest.raises(UserError, match=r"^scheduler\.type: refused as a schedule of transformers .* use lr_scheduler"):
+    with pytest.raises(
+        UserError,
+        match=r"^scheduler\.type: refused as a schedule of transformers .* use lr_scheduler",
+    ):
         finalized_settings(plugin_of(BATCH | {"scheduler": block}), Topology(world=1), 1.0)
 
 
@@ -184,5 +228,7 @@ REASONS = {
 def test_an_optimizer_that_is_not_built_has_its_own_reason(name: str) -> None:
     """Both are element-wise."""
     optimizer = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(2))])
-    with pytest.raises(UserError, match=rf"^optimizer {name} of torch is refused: {REASONS[name]}.*; use one of "):
+    with pytest.raises(
+        UserError, match=rf"^optimizer {name} of torch is refused: {REASONS[name]}.*; use one of "
+    ):
         _sharded_optimizer(cast(Any, optimizer), DeepSpeedSettings())

@@ -1,4 +1,6 @@
-"""Drawn scripts of transformers' Trainer, with the plain model and on TP 1, TP 2 + SP and DP 2 ranks."""
+"""Drawn scripts of transformers' Trainer, with the plain model and on TP 1, TP 2 + SP and DP 2
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -45,26 +47,43 @@ def outcome(case: TrainerCase, directory: str, folder: str, *, plain: bool) -> A
     elif case.blocks:
         deepspeed = deepspeed_config(case, auto=True)
     try:
-        return trainer_cases.run(trainer_class, partial(opened, directory), case, Path(folder), replicas, deepspeed)
+        return trainer_cases.run(
+            trainer_class, partial(opened, directory), case, Path(folder), replicas, deepspeed
+        )
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def check(ranks: Pools, directory: str, folder: Path, case: TrainerCase) -> None:
     arguments = (case, directory, str(folder / "plain"))
-    expected = ranks(1).run(outcome, *arguments, plain=True)[0] if case.blocks else outcome(*arguments, plain=True)
+    expected = (
+        ranks(1).run(outcome, *arguments, plain=True)[0]
+        if case.blocks
+        else outcome(*arguments, plain=True)
+    )
     world, _ = GRIDS[case.grid]
     for history in ranks(world).run(outcome, *arguments[:2], str(folder / "ours"), plain=False):
         assert [sorted(line) for line in history] == [sorted(line) for line in expected], case
         for line, wanted in zip(history, expected, strict=True):
-            assert line == pytest.approx(wanted, rel=1e-5, abs=1e-8, nan_ok=True), f"{case}\n{line}\n{wanted}"
-    weights, trained = (load_file(folder / name / "model" / "model.safetensors") for name in ("plain", "ours"))
-    assert weights.keys() - trained.keys() <= TIED, case  # under DeepSpeed transformers writes them too
+            assert line == pytest.approx(wanted, rel=1e-5, abs=1e-8, nan_ok=True), (
+                f"{case}\n{line}\n{wanted}"
+            )
+    weights, trained = (
+        load_file(folder / name / "model" / "model.safetensors") for name in ("plain", "ours")
+    )
+    assert weights.keys() - trained.keys() <= TIED, (
+        case
+    )  # under DeepSpeed transformers writes them too
     assert all(tensor.isfinite().all() for tensor in trained.values()), case
     check_close(trained, {name: weights[name] for name in trained})
 
 
-STEPS: dict[str, Any] = {"max_steps": 3, "learning_rate": 1e-2, "logging_steps": 1, "adam_epsilon": 1e-3}
+STEPS: dict[str, Any] = {
+    "max_steps": 3,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "adam_epsilon": 1e-3,
+}
 EVALUATION = STEPS | {"eval_strategy": "steps", "eval_steps": 3}
 SPLIT = partial(TrainerCase, "TP 2 + SP")
 NAMED: dict[str, TrainerCase] = {
@@ -72,19 +91,31 @@ NAMED: dict[str, TrainerCase] = {
     "an evaluation without labels": SPLIT("masked", EVALUATION, unlabelled=12),
     "token types of GPT-2": SPLIT("gpt2", EVALUATION, columns=("token_type_ids",)),
     "weights alone resume": SPLIT("llama", STEPS | {"save_only_model": True}, resume=2),
-    "weights alone resume at ZeRO-3": SPLIT("gpt2", STEPS | {"save_only_model": True}, resume=1, stage=3),
-    "a schedule that reads the optimizer's rate": SPLIT("llama", STEPS | {"lr_scheduler_type": "polynomial"}),
+    "weights alone resume at ZeRO-3": SPLIT(
+        "gpt2", STEPS | {"save_only_model": True}, resume=1, stage=3
+    ),
+    "a schedule that reads the optimizer's rate": SPLIT(
+        "llama", STEPS | {"lr_scheduler_type": "polynomial"}
+    ),
 }
 
 
-@pytest.mark.parametrize("name", in_tiers(list(NAMED), [name for name in NAMED if name != "weights alone resume"]))
-def test_a_script_gives_the_same(ranks: Pools, directories: dict[str, str], tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", in_tiers(list(NAMED), [name for name in NAMED if name != "weights alone resume"])
+)
+def test_a_script_gives_the_same(
+    ranks: Pools, directories: dict[str, str], tmp_path: Path, name: str
+) -> None:
     case = NAMED[name]
     check(ranks, directories[case.kind], tmp_path, case)
 
 
 @pytest.mark.parametrize("seed", seeds_in_tiers(FIRST, 60, 200))
-def test_a_drawn_script_gives_the_same(ranks: Pools, directories: dict[str, str], tmp_path: Path, seed: int) -> None:
-    """A case with a scheduler of DeepSpeed equals plain Trainer under DeepSpeed, the others Trainer in one process."""
+def test_a_drawn_script_gives_the_same(
+    ranks: Pools, directories: dict[str, str], tmp_path: Path, seed: int
+) -> None:
+    """A case with a scheduler of DeepSpeed equals plain Trainer under DeepSpeed, the others
+    Trainer in one process.
+    """
     case = draw(seed)
     check(ranks, directories[case.kind], tmp_path, case)

@@ -1,4 +1,6 @@
-"""Single methods of ZeroTPTrainer, without ranks: divisors, figures of an evaluation, warnings and devices."""
+"""Single methods of ZeroTPTrainer, without ranks: divisors, figures of an evaluation, warnings
+and devices.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from zero_tp.tools.trainer.tensor_parallel_accelerator import TensorParallelAcce
 
 
 def tiny_encoder(topology: Topology) -> Any:
-    return parallel_model(encoder(bert_fields(model_type="bert", num_hidden_layers=1, vocab_size=40), 0), topology)
+    return parallel_model(
+        encoder(bert_fields(model_type="bert", num_hidden_layers=1, vocab_size=40), 0), topology
+    )
 
 
 class Losses:
@@ -46,21 +50,31 @@ def bare_trainer() -> Any:
 
 
 def test_rows_of_another_step_are_no_divisor() -> None:
-    """A script that computes a loss of its own gives no number of labels; both kinds have their own mean then."""
+    """A script that computes a loss of its own gives no number of labels; both kinds have their
+    own mean then.
+    """
     trainer, labels = bare_trainer(), torch.zeros(2, dtype=torch.int64)
     trainer._labelled_rows = torch.tensor(7)
     inputs = {"input_ids": torch.arange(8).view(2, 4), "next_sentence_label": labels}
     assert "num_rows_in_batch" not in trainer.compute_loss(trainer.model, inputs)
-    assert trainer.compute_loss(trainer.model, inputs, num_items_in_batch=3)["num_rows_in_batch"] == 7
+    assert (
+        trainer.compute_loss(trainer.model, inputs, num_items_in_batch=3)["num_rows_in_batch"] == 7
+    )
 
 
 def test_only_an_evaluations_own_speed_is_corrected() -> None:
     trainer, own = bare_trainer(), {"decode_steps_per_second": 5.0}
     trainer.log(own)
-    metrics = {"eval_runtime": 2.0, "eval_steps_per_second": 99.0, "eval_mine_steps_per_second": 7.0}
+    metrics = {
+        "eval_runtime": 2.0,
+        "eval_steps_per_second": 99.0,
+        "eval_mine_steps_per_second": 7.0,
+    }
     trainer.evaluation_loop(metrics)
     trainer.log(metrics)
-    assert trainer.logged == metrics | {"eval_steps_per_second": 1.5}, "12 samples on 4 replicas are 3 steps"
+    assert trainer.logged == metrics | {"eval_steps_per_second": 1.5}, (
+        "12 samples on 4 replicas are 3 steps"
+    )
     own["decode_runtime"] = 1.0
     trainer.log(own)
     assert trainer.logged["decode_steps_per_second"] == 5.0
@@ -73,12 +87,24 @@ def test_only_an_evaluations_own_speed_is_corrected() -> None:
 def test_an_encoder_is_announced_where_plain_trainer_adds_up_means(
     accumulation: int, replicas: int, averages: bool, warned: bool
 ) -> None:
-    """With `average_tokens_across_devices` it multiplies the mean of each replica by their number."""
+    """With `average_tokens_across_devices` it multiplies the mean of each replica by their
+    number.
+    """
     trainer: Any = type("Mine", (TensorParallel, PlainTrainer), {})
     model = tiny_encoder(Topology(world=replicas, rank=0))
-    options: dict[str, Any] = {"device": "cpu", "world_size": 1, "label_names": None, "deepspeed": None}
-    options |= {"gradient_accumulation_steps": accumulation, "average_tokens_across_devices": averages}
-    expected = pytest.warns(UserWarning, match="adds up the mean losses of an encoder's micro-batches on all replicas")
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "world_size": 1,
+        "label_names": None,
+        "deepspeed": None,
+    }
+    options |= {
+        "gradient_accumulation_steps": accumulation,
+        "average_tokens_across_devices": averages,
+    }
+    expected = pytest.warns(
+        UserWarning, match="adds up the mean losses of an encoder's micro-batches on all replicas"
+    )
     with expected if warned else warnings.catch_warnings():
         if not warned:
             warnings.simplefilter("error")
@@ -87,8 +113,14 @@ def test_an_encoder_is_announced_where_plain_trainer_adds_up_means(
 
 def test_a_model_is_on_its_device_before_any_training() -> None:
     """An evaluation needs no engine, which would move it."""
-    model, accelerator = torch.nn.Linear(2, 2), cast(Any, SimpleNamespace(_models=[], device=torch.device("meta")))
-    assert TensorParallelAccelerator._prepare_deepspeed(accelerator, model)[0].weight.device.type == "meta"
+    model, accelerator = (
+        torch.nn.Linear(2, 2),
+        cast(Any, SimpleNamespace(_models=[], device=torch.device("meta"))),
+    )
+    assert (
+        TensorParallelAccelerator._prepare_deepspeed(accelerator, model)[0].weight.device.type
+        == "meta"
+    )
 
 
 def test_a_model_of_no_kind_is_refused_by_name() -> None:

@@ -1,6 +1,7 @@
 """The typed sections of DeepSpeed's part of a run's config, with the defaults of DeepSpeed 0.19.8.
 
-A test compares names, types and defaults with those that DeepSpeed reads. Keys of `REFUSED_KEYS` have no field here.
+A test compares names, types and defaults with those that DeepSpeed reads. Keys of `REFUSED_KEYS`
+have no field here.
 """
 
 from __future__ import annotations
@@ -105,11 +106,15 @@ class Comet(ConfigModel):
 
 
 MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor")
-"""Blocks that zero_tp handles itself; DeepSpeed's engine would log the learning rate a second time."""
+"""Blocks that zero_tp handles itself; DeepSpeed's engine would log the learning rate a second
+time.
+"""
 
 
 class Throughput(ConfigModel):
-    """Off by default: DeepSpeed's default, true, synchronises with the device twice per micro-batch."""
+    """Off by default: DeepSpeed's default, true, synchronises with the device twice per
+    micro-batch.
+    """
 
     enabled: bool = False
     synchronized: bool = True
@@ -223,14 +228,22 @@ class Zero(ConfigModel):
 
     @property
     def param_device(self) -> Device:
-        """Return where the parameters are while no layer needs them: "none" for the rank's own device."""
+        """Return where the parameters are while no layer needs them: "none" for the rank's own
+        device.
+        """
         return "none" if self.offload_param is None else self.offload_param.device
 
     @property
     def nvme_paths(self) -> dict[str, Path | None]:
-        """Return the directories of the offload blocks whose device is "nvme", by the block's name."""
+        """Return the directories of the offload blocks whose device is "nvme", by the block's
+        name.
+        """
         blocks = {"offload_optimizer": self.offload_optimizer, "offload_param": self.offload_param}
-        return {name: block.nvme_path for name, block in blocks.items() if block is not None and block.device == "nvme"}
+        return {
+            name: block.nvme_path
+            for name, block in blocks.items()
+            if block is not None and block.device == "nvme"
+        }
 
 
 class Sections(ConfigModel):
@@ -297,7 +310,8 @@ class ConfigFile(Sections):
 
 
 class DeepSpeedSettings(Sections):
-    """DeepSpeed's part of a config, typed and checked; `parse_settings` and `check_settings` make it.
+    """DeepSpeed's part of a config, typed and checked; `parse_settings` and `check_settings` make
+    it.
 
     Attributes:
         optimizer: None if a Trainer makes the optimizer.
@@ -313,4 +327,6 @@ class DeepSpeedSettings(Sections):
     def without(self, *keys: str) -> DeepSpeedSettings:
         """Return the settings with these top-level keys at their defaults."""
         names = self.model_fields_set - set(keys)
-        return DeepSpeedSettings.model_construct(names, **{name: getattr(self, name) for name in names})
+        return DeepSpeedSettings.model_construct(
+            names, **{name: getattr(self, name) for name in names}
+        )

@@ -1,7 +1,7 @@
 """Type DeepSpeed's `optimizer` block, and choose the implementation of Adam.
 
-DeepSpeed passes `params` to a constructor unread. Each constructor has a model here, so that a mistyped key is reported
-by name. A test compares the models with the constructors' signatures.
+DeepSpeed passes `params` to a constructor unread. Each constructor has a model here, so that a
+mistyped key is reported by name. A test compares the models with the constructors' signatures.
 """
 
 from __future__ import annotations
@@ -30,10 +30,15 @@ REFUSED_OPTIMIZERS = {
     "Lamb": "its trust ratio needs the norm of a whole tensor, and a rank holds a shard",
     "Muon": "it orthogonalises a whole matrix, and a TP rank holds a shard of it",
     "Lion": "DeepSpeed's Lion moves weights whose gradient is zero, such as rows of unused tokens",
-    "Adagrad": "torch's Adagrad creates its states for the model's own tensors, which DeepSpeed replaces",
+    "Adagrad": "torch's Adagrad creates its states for the model's own tensors, which DeepSpeed "
+    "replaces",
     "Adafactor": "it factors the moments of a whole matrix, and a rank holds a shard",
-    **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "muP needs base shapes, which the model does not set"),
-    **dict.fromkeys(("OneBitAdam", "ZeroOneAdam", "OneBitLamb"), "DeepSpeed removed the 1-bit optimizers"),
+    **dict.fromkeys(
+        ("MuAdam", "MuAdamW", "MuSGD"), "muP needs base shapes, which the model does not set"
+    ),
+    **dict.fromkeys(
+        ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"), "DeepSpeed removed the 1-bit optimizers"
+    ),
 }
 
 
@@ -103,7 +108,8 @@ IMPLEMENTATION = ("torch_adam", "fused", "foreach")
 
 
 def params_model(name: str, torch_adam: bool, offload: bool) -> type[OptimizerParams]:
-    """Return the model of the arguments of the class that DeepSpeed builds (`_configure_basic_optimizer`).
+    """Return the model of the arguments of the class that DeepSpeed builds
+    (`_configure_basic_optimizer`).
 
     Args:
         name: in lower case, one of OPTIMIZERS.
@@ -117,32 +123,38 @@ def params_model(name: str, torch_adam: bool, offload: bool) -> type[OptimizerPa
 def check_optimizer(values: dict[str, Any]) -> Optimizer:
     """Return the `optimizer` block of DeepSpeed's config, typed."""
     block = validate(OptimizerBlock, values["optimizer"], "optimizer")
-    name, lower = block.type, block.type.lower()
+    name = block.type
+    lower = block.type.lower()
     for other, reason in REFUSED_OPTIMIZERS.items():
         if other.lower() == lower:
             remedy = f"use one of {', '.join(OPTIMIZERS)}"
             raise ConfigError("optimizer.type", f"{shown(name)} is refused: {reason}", remedy)
     if lower not in ("adam", "adamw") and name != "SGD":
-        raise ConfigError("optimizer.type", f"{shown(name)} is unknown", did_you_mean(name, OPTIMIZERS))
+        raise ConfigError(
+            "optimizer.type", f"{shown(name)} is unknown", did_you_mean(name, OPTIMIZERS)
+        )
     model = params_model(lower, bool(block.params.get("torch_adam")), offloads_optimizer(values))
     params = validate(model, block.params, "optimizer.params")
     if lower == "adamw" and block.params.get("adam_w_mode") is False:
         problem = 'false is ignored by DeepSpeed when type is "AdamW"'
         raise ConfigError("optimizer.params.adam_w_mode", problem, 'use "Adam" with it, or drop it')
     written = block.model_fields_set | {"params"}
-    return Optimizer.model_construct(written, type=name, params=params, legacy_fusion=block.legacy_fusion)
+    return Optimizer.model_construct(
+        written, type=name, params=params, legacy_fusion=block.legacy_fusion
+    )
 
 
 def choose_implementation(values: dict[str, Any]) -> None:
     """Set torch's fused Adam in the `optimizer` block, unless the block chooses an implementation.
 
-    Torch's needs no compiler. DeepSpeed's FusedAdam stays if `params` has an argument that only it takes, and its
-    CPUAdam updates offloaded states.
+    Torch's needs no compiler. DeepSpeed's FusedAdam stays if `params` has an argument that only it
+    takes, and its CPUAdam updates offloaded states.
 
     Args:
         values: DeepSpeed's config, with unchecked types.
     """
-    params, name = look_up(values, "optimizer.params"), str(look_up(values, "optimizer.type")).lower()
+    params = look_up(values, "optimizer.params")
+    name = str(look_up(values, "optimizer.type")).lower()
     if not isinstance(params, dict) or name not in ("adam", "adamw") or offloads_optimizer(values):
         return
     if params.keys() & (FusedAdam.model_fields.keys() - TorchAdam.model_fields.keys()):
@@ -152,5 +164,7 @@ def choose_implementation(values: dict[str, Any]) -> None:
 
 
 def offloads_optimizer(values: dict[str, Any]) -> bool:
-    """Return whether an unchecked DeepSpeed config offloads the optimizer's states to host memory or NVMe."""
+    """Return whether an unchecked DeepSpeed config offloads the optimizer's states to host
+    memory or NVMe.
+    """
     return look_up(values, "zero_optimization.offload_optimizer.device") not in (None, "none")

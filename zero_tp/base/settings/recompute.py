@@ -19,13 +19,17 @@ class RecomputePolicy(ConfigModel):
     modules: list[RecomputeModule] | None = Field(
         default=None,
         min_length=1,
-        description="With `selective`: which parts of a layer. `attention_core`: scores, softmax, its dropout, "
-        "attention over V. `mlp_activation`: the MLP's elementwise function. `norm`: the norms before attention and "
+        description="With `selective`: which parts of a layer. `attention_core`: scores, softmax, "
+        "its dropout, "
+        "attention over V. `mlp_activation`: the MLP's elementwise function. `norm`: the norms "
+        "before attention and "
         "MLP.",
         json_schema_extra={"default": '`["attention_core"]`'},
     )
     layers: Positive | None = Field(
-        default=None, description="Recompute the first N layers only.", json_schema_extra={"default": "all"}
+        default=None,
+        description="Recompute the first N layers only.",
+        json_schema_extra={"default": "all"},
     )
     every: Positive | None = Field(
         default=None,
@@ -34,7 +38,8 @@ class RecomputePolicy(ConfigModel):
     )
     keep_micro_batches: Count = Field(
         default=0,
-        description="When accumulating: the first N micro-batches of a step keep all their activations "
+        description="When accumulating: the first N micro-batches of a step keep all their "
+        "activations "
         "(arXiv 2205.05198, appendix C).",
     )
 
@@ -43,7 +48,10 @@ class RecomputePolicy(ConfigModel):
         if self.layers is not None and self.every is not None:
             raise ValueError('"layers" and "every" both choose the layers: give one of them')
         if self.modules is not None and self.mode != "selective":
-            raise ValueError(f'"modules" chooses the parts of a layer for "selective": leave it out with "{self.mode}"')
+            raise ValueError(
+                '"modules" chooses the parts of a layer for "selective": leave it out with '
+                f'"{self.mode}"'
+            )
         for name in ("layers", "every", "keep_micro_batches"):
             if self.mode == "none" and getattr(self, name):
                 raise ValueError(f'"{name}" narrows what is recomputed: leave it out with "none"')
@@ -63,12 +71,16 @@ class RecomputePolicy(ConfigModel):
         return range(layers if self.layers is None else self.layers)
 
     def mean_recomputed_layers(self, layers: int, micro_batches: int) -> float:
-        """Return how many layers backward recomputes, in whole or in part: the mean over a step's micro-batches."""
+        """Return how many layers backward recomputes, in whole or in part: the mean over a
+        step's micro-batches.
+        """
         recomputing = max(0, micro_batches - self.keep_micro_batches)
         return len(self.recomputed_layers(layers)) * recomputing / micro_batches
 
     def recomputed_layers_and_cores(self, layers: int, micro_batches: int) -> tuple[float, float]:
-        """Return (layers, attention cores) whose matrix products backward runs again: means over micro-batches."""
+        """Return (layers, attention cores) whose matrix products backward runs again: means over
+        micro-batches.
+        """
         recomputed = self.mean_recomputed_layers(layers, micro_batches)
         cores = self.mode == "selective" and "attention_core" in self.chosen_modules
         return recomputed * (self.mode == "full"), recomputed * cores

@@ -1,4 +1,6 @@
-"""Keys of earlier versions. A saved or written config with such a key at its default still opens."""
+"""Keys of earlier versions. A saved or written config with such a key at its default still
+opens.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class RemovedKey:
 REMOVED_KEYS: dict[str, RemovedKey] = {
     "zero_tp.parallel.fused_products": RemovedKey(
         False,
-        "leave it out: gathers and scatters then overlap with the GEMMs, and sums differ in the last bits",
+        "leave it out: gathers and scatters then overlap with the GEMMs, and sums differ in the "
+        "last bits",
     ),
 }
 """Dotted keys of a config file that were removed."""
@@ -55,7 +58,9 @@ def drop_removed_keys(
         if type(value) is type(entry.default) and value == entry.default:
             notes.append(f"{key}: was removed; {shown(value)}, its default, changes nothing")
         else:
-            errors.append(ConfigError(key, f"{shown(value)}, but this key was removed", entry.remedy))
+            errors.append(
+                ConfigError(key, f"{shown(value)}, but this key was removed", entry.remedy)
+            )
     if errors:
         raise ConfigErrors(errors)
     return config, tuple(notes)

@@ -31,13 +31,19 @@ def apply_overrides(config: dict[str, Any], overrides: Sequence[str]) -> None:
         key, equals, text = override.partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts):
-            raise ConfigError("--set", f"{shown(override)} is not KEY=VALUE", "as in --set zero_tp.parallel.tensor=4")
+            raise ConfigError(
+                "--set",
+                f"{shown(override)} is not KEY=VALUE",
+                "as in --set zero_tp.parallel.tensor=4",
+            )
         target = config
         for depth, part in enumerate(parts[:-1], start=1):
             target = target.setdefault(part, {})
             if not isinstance(target, dict):
                 inside = ".".join(parts[:depth])
-                raise ConfigError(key, f"{inside} is {shown(target)}, not an object", f"set {inside} itself")
+                raise ConfigError(
+                    key, f"{inside} is {shown(target)}, not an object", f"set {inside} itself"
+                )
         try:
             target[parts[-1]] = parse_json(text)
         except InvalidJson:
@@ -45,14 +51,24 @@ def apply_overrides(config: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def check_leaves(value: Any, path: str = "") -> None:
-    """Refuse numbers beyond 2^53, which not every JSON program reads exactly, and NUL characters."""
+    """Refuse numbers beyond 2^53, which not every JSON program reads exactly, and NUL
+    characters.
+    """
     if isinstance(value, (int, float)) and not -MAX_NUMBER <= value <= MAX_NUMBER:
         raise ConfigError(
-            path, f"{shown(value)} is beyond 2^53 (9.0e15), the largest number of a run", "write it smaller"
+            path,
+            f"{shown(value)} is beyond 2^53 (9.0e15), the largest number of a run",
+            "write it smaller",
         )
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(path, f"{shown(value)} has a NUL character", "write it without")
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, part in inner:
         check_leaves(str(key), path)
         check_leaves(part, f"{path}.{key}" if path else str(key))
@@ -68,7 +84,9 @@ def look_up(config: Any, path: str) -> Any:
 
 
 def leaves(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value of nested objects with its dotted path; an object without keys is a value too."""
+    """Yield each value of nested objects with its dotted path; an object without keys is a value
+    too.
+    """
     if isinstance(config, dict) and config:
         for key, inner in config.items():
             yield from leaves(inner, f"{path}.{key}" if path else key)
@@ -100,7 +118,8 @@ AUTO: dict[str, str] = {
     "optimizer.params.weight_decay": "0.0",
     **{f"scheduler.params.{name}": "`zero_tp.training.steps` + 1" for name in LENGTHS},
     **{
-        f"scheduler.params.{name}": "1 % of the schedule's steps, at least 1, as of the first start" for name in WARMUPS
+        f"scheduler.params.{name}": "1 % of the schedule's steps, at least 1, as of the first start"
+        for name in WARMUPS
     },
     "scheduler.params.warmup_min_lr": "0.0",
     "scheduler.params.warmup_max_lr": "`optimizer.params.lr`",
@@ -108,7 +127,9 @@ AUTO: dict[str, str] = {
     "zero_optimization.stage3_prefetch_bucket_size": "0.9 × hidden²",
     "zero_optimization.stage3_param_persistence_threshold": "10 × hidden",
 }
-"""Keys other than batch sizes that may be "auto", in the order of filling → the JSON value or its description."""
+"""Keys other than batch sizes that may be "auto", in the order of filling → the JSON value or
+its description.
+"""
 
 DECIDED_LATER = ("data_types.keep_in_fp32_modules", "zero_tp.compile", "zero_tp.logging.interval")
 """Keys whose "auto" DeepSpeed or the run itself resolves."""
@@ -133,7 +154,9 @@ def unresolvable_autos(value: Any, path: str = "") -> Iterator[ConfigError]:
 
 
 def suggest_auto(error: ConfigError) -> ConfigError:
-    """Return the error, with "auto" as the remedy if it is a missing key that `fill` can resolve."""
+    """Return the error, with "auto" as the remedy if it is a missing key that `fill` can
+    resolve.
+    """
     if error.problem != MISSING or error.key not in AUTO:
         return error
     return ConfigError(error.key, MISSING, f'write "auto" ({AUTO[error.key]}) or a value')
@@ -147,7 +170,8 @@ def fill(
     hidden_size: int,
     saved: SavedStart | None = None,
 ) -> list[str]:
-    """Fill in "auto", batch sizes and required keys of DeepSpeed's part in place; return lines for the log.
+    """Fill in "auto", batch sizes and required keys of DeepSpeed's part in place; return lines for
+    the log.
 
     Args:
         values: DeepSpeed's part, types checked, without the keys that are "auto".
@@ -195,7 +219,8 @@ def _auto_value(path: str, values: dict[str, Any], steps: int, hidden_size: int)
 def _schedule_length(path: str, length: int, earlier: int, saved: SavedStart) -> tuple[int, str]:
     """Return the length of an "auto" schedule of a resumed run and a line for the log.
 
-    It follows `training.steps` until the rate begins to fall; after that, a new length would change the rate.
+    It follows `training.steps` until the rate begins to fall; after that, a new length would change
+    the rate.
     """
     schedule = check_scheduler(saved.config).params.model_dump()
     start = next(schedule[name] for name in WARMUPS if name in schedule)
@@ -204,7 +229,10 @@ def _schedule_length(path: str, length: int, earlier: int, saved: SavedStart) ->
     if saved.updates <= start:
         return length, f"{path}: {length}, which follows zero_tp.training.steps ({earlier} before)"
     remedy = f"--set {path}={length} follows it, and moves the rate at once"
-    return earlier, f"{path}: stays {earlier}, because the rate has been falling since step {start}; {remedy}"
+    return (
+        earlier,
+        f"{path}: stays {earlier}, because the rate has been falling since step {start}; {remedy}",
+    )
 
 
 def _parent_block(values: dict[str, Any], path: str) -> tuple[Any, str]:
@@ -230,14 +258,17 @@ def resolve_batch(config: dict[str, Any], data: int | None) -> BatchSizes:
         config: the file's object, types checked.
         data: number of data-parallel replicas, or None when it isn't known.
     """
-    total, micro, accumulation = (None if (size := config.get(key)) is None else int(size) for key in BATCH_FIELDS)
+    total, micro, accumulation = (
+        None if (size := config.get(key)) is None else int(size) for key in BATCH_FIELDS
+    )
     if total is None and micro is None:
         raise ConfigError("train_micro_batch_size_per_gpu", MISSING, "give it, or train_batch_size")
     if total is None or micro is None:
         accumulation = accumulation or 1
     factors = {"micro": micro, "accumulation": accumulation, "data": data}
     sizes = {name: size for name, size in factors.items() if size is not None}
-    product, unknown = math.prod(sizes.values()), [name for name in factors if name not in sizes]
+    product = math.prod(sizes.values())
+    unknown = [name for name in factors if name not in sizes]
     if total is None:
         return BatchSizes(data, micro, accumulation, None if unknown else product)
     listed = " × ".join(f"{name} {size}" for name, size in sizes.items())

@@ -1,7 +1,9 @@
-"""Type the `scheduler` block: DeepSpeed's five schedules and transformers' schedules that need no metric.
+"""Type the `scheduler` block: DeepSpeed's five schedules and transformers' schedules that need no
+metric.
 
-Each class has the arguments of one schedule; a test compares them with the signatures. The k-th step of a run (k = 1,
-2, …) trains at the schedule's value at k. `num_stable_steps` is omitted, because the other two phases determine it.
+Each class has the arguments of one schedule; a test compares them with the signatures. The k-th
+step of a run (k = 1, 2, …) trains at the schedule's value at k. `num_stable_steps` is omitted,
+because the other two phases determine it.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class WarmupLR(ConfigModel):
 
 
 class WarmupDecayLR(WarmupLR):
-    """`warmup_max_lr` must be written: DeepSpeed's default is 0.001, whatever `optimizer.params.lr` is."""
+    """`warmup_max_lr` must be written: DeepSpeed's default is 0.001, whatever
+    `optimizer.params.lr` is.
+    """
 
     total_num_steps: Positive
     warmup_max_lr: NonNegative
@@ -117,7 +121,8 @@ class WarmupStableDecay(Linear):
 
 
 DEEPSPEED_SCHEDULES: dict[str, type[ConfigModel]] = {
-    model.__name__: model for model in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+    model.__name__: model
+    for model in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 TRANSFORMERS_SCHEDULES: dict[str, type[ConfigModel]] = {
     "constant": Constant,
@@ -137,7 +142,8 @@ SCHEDULES = {**DEEPSPEED_SCHEDULES, **TRANSFORMERS_SCHEDULES}
 REFUSED_SCHEDULES = dict.fromkeys(
     ("reduce_lr_on_plateau", "greedy"), "it follows a metric, but a run's steps have none"
 )
-LENGTHS, WARMUPS = ("total_num_steps", "num_training_steps"), ("warmup_num_steps", "num_warmup_steps")
+LENGTHS = ("total_num_steps", "num_training_steps")
+WARMUPS = ("warmup_num_steps", "num_warmup_steps")
 """DeepSpeed's and transformers' names for the length of the schedule and of its warm-up."""
 
 
@@ -162,11 +168,21 @@ def check_scheduler(values: dict[str, Any]) -> Schedule:
     block = validate(SchedulerBlock, values["scheduler"], "scheduler")
     name = block.type
     if name in REFUSED_SCHEDULES:
-        raise ConfigError("scheduler.type", f"{shown(name)} is refused: {REFUSED_SCHEDULES[name]}", "use another")
+        raise ConfigError(
+            "scheduler.type", f"{shown(name)} is refused: {REFUSED_SCHEDULES[name]}", "use another"
+        )
     if name not in SCHEDULES:
-        raise ConfigError("scheduler.type", f"{shown(name)} is unknown", did_you_mean(name, SCHEDULES))
+        raise ConfigError(
+            "scheduler.type", f"{shown(name)} is unknown", did_you_mean(name, SCHEDULES)
+        )
     params = validate(SCHEDULES[name], block.params, "scheduler.params")
-    if isinstance(params, CosineWithMinLR) and (params.min_lr is None) == (params.min_lr_rate is None):
+    if isinstance(params, CosineWithMinLR) and (params.min_lr is None) == (
+        params.min_lr_rate is None
+    ):
         problem = "required, but not given" if params.min_lr is None else "given with min_lr_rate"
-        raise ConfigError("scheduler.params.min_lr", problem, "give min_lr, or its ratio to the rate as min_lr_rate")
+        raise ConfigError(
+            "scheduler.params.min_lr",
+            problem,
+            "give min_lr, or its ratio to the rate as min_lr_rate",
+        )
     return Schedule(type=name, params=params)

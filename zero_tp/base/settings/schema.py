@@ -1,4 +1,6 @@
-"""Define the keys, types and defaults of the `zero_tp` block. `docs/config.md` is generated from them."""
+"""Define the keys, types and defaults of the `zero_tp` block. `docs/config.md` is generated from
+them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from zero_tp.base.validation import ConfigModel, Positive
 
 Name = Annotated[str, Field(min_length=1)]
 Minutes = Annotated[float, Field(gt=0, le=10_000_000)]
-"""At most 19 years: torch counts nanoseconds in 64 bits, so a longer limit would overflow and expire at once."""
+"""At most 19 years: torch counts nanoseconds in 64 bits, so a longer limit would overflow and
+expire at once.
+"""
 
 
 def _as_weights(value: Any) -> Any:
@@ -30,50 +34,68 @@ class Parallel(ConfigModel):
     tensor: Positive = Field(1, description="TP degree: ranks that share one replica of the model.")
     sequence: bool = Field(
         default_factory=lambda others: others.get("tensor", 1) > 1,
-        description="Sequence parallelism: activations outside the split regions are sharded over the TP ranks.",
+        description="Sequence parallelism: activations outside the split regions are sharded over "
+        "the TP ranks.",
         json_schema_extra={"default": "true when `parallel.tensor` > 1"},
     )
 
 
 class MaskedObjective(ConfigModel):
     type: Literal["masked"] = Field(
-        description="Masked language modelling of whole words: 80 % of their tokens become the mask token, 10 % a "
+        description="Masked language modelling of whole words: 80 % of their tokens become the "
+        "mask token, 10 % a "
         "random one.",
     )
     mask_probability: float = Field(
-        0.15, gt=0, lt=1, description="Share of a sample's tokens that is masked, special ones not counted."
+        0.15,
+        gt=0,
+        lt=1,
+        description="Share of a sample's tokens that is masked, special ones not counted.",
     )
     max_ngram: int = Field(
-        3, gt=0, le=1000, description="Words of the longest n-gram masked at once; n words with probability ∝ 1/n."
+        3,
+        gt=0,
+        le=1000,
+        description="Words of the longest n-gram masked at once; n words with probability ∝ 1/n.",
     )
     sentence_order: bool = Field(
         True,
-        description="Samples have two segments, in order or swapped, and a sentence head says which; else one segment.",
+        description="Samples have two segments, in order or swapped, and a sentence head says "
+        "which; else one segment.",
     )
 
 
 class Data(ConfigModel):
-    train: Corpora = Field(description="Prefix of a `.bin/.idx` corpus, or `{prefix: weight}` for a mixture.")
+    train: Corpora = Field(
+        description="Prefix of a `.bin/.idx` corpus, or `{prefix: weight}` for a mixture."
+    )
     validation: Corpora | None = Field(
         None,
-        description="As `data.train`, for the validation loss: the mean of the corpora's losses, weighted. Each corpus "
+        description="As `data.train`, for the validation loss: the mean of the corpora's losses, "
+        "weighted. Each corpus "
         "has its weight's share of `evaluation.batches`.",
     )
-    sequence_length: Positive = Field(description="Tokens of one sample; at most the model's positions.")
+    sequence_length: Positive = Field(
+        description="Tokens of one sample; at most the model's positions."
+    )
     document_attention: Literal["continue", "reset"] = Field(
         "continue",
-        description="Whether attention and positions continue across the documents packed in one sample, or restart "
+        description="Whether attention and positions continue across the documents packed in one "
+        "sample, or restart "
         "with each document: [data.md](data.md#packed-documents).",
     )
 
 
 class Spike(ConfigModel):
     loss: float | None = Field(
-        None, gt=0, description="Standard deviations that a loss may be above the mean of the window."
+        None,
+        gt=0,
+        description="Standard deviations that a loss may be above the mean of the window.",
     )
     grad_norm: float | None = Field(None, gt=0, description="The same for the gradient norm.")
     window: Annotated[int, Field(ge=4, le=10_000)] = Field(
-        128, description="Steps whose mean and deviation are used; active once half of them have run."
+        128,
+        description="Steps whose mean and deviation are used; active once half of them have run.",
     )
 
     @model_validator(mode="after")
@@ -85,13 +107,17 @@ class Spike(ConfigModel):
 
 class Timeouts(ConfigModel):
     start: Minutes | None = Field(
-        None, description="Minutes without progress after which a start (reading, connecting, resuming) fails."
+        None,
+        description="Minutes without progress after which a start (reading, connecting, resuming) "
+        "fails.",
     )
     step: Minutes = Field(30, description="The same for a step.")
     save: Minutes = Field(30, description="Minutes for a rank to write its part of a checkpoint.")
     evaluation: Minutes = Field(30, description="The same for validation and tasks.")
     heartbeat: Minutes | None = Field(
-        5, ge=0.5, description="Minutes that a rank or the ranks' store may be silent; null: no limit."
+        5,
+        ge=0.5,
+        description="Minutes that a rank or the ranks' store may be silent; null: no limit.",
     )
 
     @property
@@ -109,9 +135,12 @@ else:
 class Training(ConfigModel):
     steps: _Steps = Field(
         None,  # type: ignore[assignment]
-        description="Optimizer steps of the whole run; raise it to continue a finished one. Required without `tokens`.",
+        description="Optimizer steps of the whole run; raise it to continue a finished one. "
+        "Required without `tokens`.",
     )
-    tokens: Positive | None = Field(None, description="Tokens of the whole run, instead of `steps`.")
+    tokens: Positive | None = Field(
+        None, description="Tokens of the whole run, instead of `steps`."
+    )
     seed: Annotated[int, Field(ge=0, le=2**53)] = Field(
         1234, description="Seed of initialisation, dropout and sample order."
     )
@@ -119,34 +148,48 @@ class Training(ConfigModel):
         500, description="Steps between comparisons of replicated values, over TP and over DP."
     )
     guard_gradients: bool = Field(
-        False, description="At those steps, run one micro-batch twice and compare every gradient bit for bit."
+        False,
+        description="At those steps, run one micro-batch twice and compare every gradient bit for "
+        "bit.",
     )
     on_nonfinite: Literal["skip", "stop"] = Field(
         "skip",
-        description="A non-finite loss or gradient skips that step (at most 10 in a row), or stops the run.",
+        description="A non-finite loss or gradient skips that step (at most 10 in a row), or stops "
+        "the run.",
     )
     spike: Spike | None = Field(
-        None, description="Skip a step whose loss or gradient norm is far above those of the steps before."
+        None,
+        description="Skip a step whose loss or gradient norm is far above those of the steps "
+        "before.",
     )
     timeout_minutes: Minutes | Timeouts = Field(
         30, description="Limit of one collective, in minutes; or of each phase without progress."
     )
     keep_freed_memory: bool = Field(
         True,
-        description="On CPUs, reuse freed memory for later tensors: much faster, but takes more memory.",
+        description="On CPUs, reuse freed memory for later tensors: much faster, but takes more "
+        "memory.",
     )
 
     @property
     def timeouts(self) -> Timeouts:
         """Return `timeout_minutes` in its long form."""
         limit = self.timeout_minutes
-        return limit if isinstance(limit, Timeouts) else Timeouts(step=limit, save=limit, evaluation=limit)
+        return (
+            limit
+            if isinstance(limit, Timeouts)
+            else Timeouts(step=limit, save=limit, evaluation=limit)
+        )
 
 
 class Checkpoint(ConfigModel):
-    interval: Positive | None = Field(None, description="Steps between checkpoints; one is always written at the end.")
+    interval: Positive | None = Field(
+        None, description="Steps between checkpoints; one is always written at the end."
+    )
     keep: Positive = Field(3, description="How many of the newest checkpoints are kept.")
-    keep_every: Positive | None = Field(None, description="Checkpoints at multiples of N steps are never removed.")
+    keep_every: Positive | None = Field(
+        None, description="Checkpoints at multiples of N steps are never removed."
+    )
     async_: bool = Field(False, alias="async", description="Write while training continues.")
     on_corrupt: Literal["stop", "previous"] = Field(
         "stop", description="If the newest checkpoint is damaged, stop, or use the previous one."
@@ -154,10 +197,14 @@ class Checkpoint(ConfigModel):
 
 
 class Evaluation(ConfigModel):
-    interval: Positive | None = Field(None, description="Steps between evaluations; none: only after the last step.")
+    interval: Positive | None = Field(
+        None, description="Steps between evaluations; none: only after the last step."
+    )
     batches: Positive = Field(20, description="Global batches of one validation loss.")
     tasks: list[Name] = Field(
-        [], description="Zero-shot tasks (docs/evaluation.md) on the live model, whenever there is a validation loss."
+        [],
+        description="Zero-shot tasks (docs/evaluation.md) on the live model, whenever there is a "
+        "validation loss.",
     )
     task_data: dict[Name, Name] = Field(
         {}, description="`{task: file}`; the data of other tasks come from the Hugging Face hub."
@@ -179,28 +226,37 @@ def _as_arguments(value: Any) -> Any:
 def _are_trackers(value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     for name in value:
         if name in BLOCK_OF:
-            raise ValueError(f'"{name}" has a block of its own: write "{BLOCK_OF[name]}": {{"enabled": true}}')
+            raise ValueError(
+                f'"{name}" has a block of its own: write "{BLOCK_OF[name]}": {{"enabled": true}}'
+            )
         if name not in TRACKERS:
-            raise ValueError(f"{shown(name)} is not a tracker of accelerate; {did_you_mean(name, TRACKERS)}")
+            raise ValueError(
+                f"{shown(name)} is not a tracker of accelerate; {did_you_mean(name, TRACKERS)}"
+            )
     return value
 
 
-Trackers = Annotated[dict[Name, dict[str, Any]], BeforeValidator(_as_arguments), AfterValidator(_are_trackers)]
+Trackers = Annotated[
+    dict[Name, dict[str, Any]], BeforeValidator(_as_arguments), AfterValidator(_are_trackers)
+]
 
 
 class Logging(ConfigModel):
     interval: Positive | Literal["auto"] = Field(
         1,
-        description='Steps per log line. `"auto"`: each step is measured and written to metrics.jsonl, and a line '
+        description='Steps per log line. `"auto"`: each step is measured and written to '
+        "metrics.jsonl, and a line "
         "is printed every 5 seconds.",
     )
     experts: bool = Field(
         False,
-        description="Log the share of tokens that chose each expert, as `experts/layer_N/E`: [experts.md](experts.md).",
+        description="Log the share of tokens that chose each expert, as `experts/layer_N/E`: "
+        "[experts.md](experts.md).",
     )
     trackers: Trackers = Field(
         {},
-        description="accelerate's trackers, which receive the values of metrics.jsonl, as `[name, …]` or "
+        description="accelerate's trackers, which receive the values of metrics.jsonl, as `[name, "
+        "…]` or "
         "`{name: {argument: value}}`: [training.md](training.md#logs-monitors-pictures).",
     )
 
@@ -214,17 +270,22 @@ class ZeroTP(ConfigModel):
     """The `zero_tp` block."""
 
     model: dict[str, Any] = Field(
-        description='The Hugging Face config\'s fields with `model_type`, or `{"from_pretrained": DIR}`.'
+        description='The Hugging Face config\'s fields with `model_type`, or `{"from_pretrained": '
+        "DIR}`."
     )
     attention: Literal["sdpa", "eager"] = Field(
-        "sdpa", description="The attention implementation: [training.md](training.md#activation-memory)."
+        "sdpa",
+        description="The attention implementation: [training.md](training.md#activation-memory).",
     )
     parallel: Parallel = Parallel()
     recompute: RecomputeMode | RecomputePolicy = Field(
         "none",
-        description="What backward recomputes: a mode, or an object that selects modules or layers.",
+        description="What backward recomputes: a mode, or an object that selects modules or "
+        "layers.",
     )
-    objective: Literal["causal", "masked"] | MaskedObjective = Field("causal", description="What the model predicts.")
+    objective: Literal["causal", "masked"] | MaskedObjective = Field(
+        "causal", description="What the model predicts."
+    )
     data: Data
     tokenizer: Name | None = Field(
         None,
@@ -234,7 +295,8 @@ class ZeroTP(ConfigModel):
     training: Training
     compile: bool | Literal["auto"] = Field(
         "auto",
-        description="In training, run elementwise work (RMS norm, rotary, gate, softmax of the loss) in kernels that "
+        description="In training, run elementwise work (RMS norm, rotary, gate, softmax of the "
+        "loss) in kernels that "
         '`torch.compile` makes. `"auto"`: on CUDA, not on CPU.',
     )
     checkpoint: Checkpoint = Checkpoint()
@@ -244,7 +306,11 @@ class ZeroTP(ConfigModel):
     @property
     def recompute_policy(self) -> RecomputePolicy:
         """Return `recompute` in its long form."""
-        return RecomputePolicy(mode=self.recompute) if isinstance(self.recompute, str) else self.recompute
+        return (
+            RecomputePolicy(mode=self.recompute)
+            if isinstance(self.recompute, str)
+            else self.recompute
+        )
 
     @property
     def masked(self) -> MaskedObjective | None:

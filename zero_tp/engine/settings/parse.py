@@ -72,7 +72,8 @@ def check_settings(
         layers: number of the model's layers; without it, `recompute` is not compared with them.
 
     Raises:
-        ConfigErrors: all keys that are wrong by themselves or, if there are none, all refused combinations.
+        ConfigErrors: all keys that are wrong by themselves or, if there are none, all refused
+            combinations.
     """
     values = {"gradient_clipping": 0.0, **copy.deepcopy(values)}
     use_current_names(values)

@@ -15,7 +15,9 @@ from zero_tp.base.settings.schema import Parallel, ZeroTP
 
 
 class EntryPoint(enum.Enum):
-    """The interface that a config was passed to: a run's file, `TrainingEngine` or `ZeroTPTrainer`."""
+    """The interface that a config was passed to: a run's file, `TrainingEngine` or
+    `ZeroTPTrainer`.
+    """
 
     RUN = "run"
     ENGINE = "engine"
@@ -55,10 +57,12 @@ class Rule:
 
     Attributes:
         kind: the config is refused, the keys have no effect, or they do something unusual.
-        keys: dotted keys or patterns of them (`fnmatch`), separated by blanks; a refusal has one key.
+        keys: dotted keys or patterns of them (`fnmatch`), separated by blanks; a refusal has one
+            key.
         applies: whether the config matches the rule.
-        reason: why the keys have no effect, or what they do. A refusal's is "CASE: WHY; REMEDY", as in "with ZeRO: it
-            is not tested; use stage 0". The default remedy is to leave the key out.
+        reason: why the keys have no effect, or what they do. A refusal's is "CASE: WHY; REMEDY", as
+            in "with ZeRO: it is not tested; use stage 0". The default remedy is to leave the key
+            out.
     """
 
     kind: Literal["refused", "no effect", "note"]
@@ -71,4 +75,6 @@ class Rule:
         return refusal(self.keys, f"refused {self.reason}")
 
 
-refused, no_effect, note = partial(Rule, "refused"), partial(Rule, "no effect"), partial(Rule, "note")
+refused = partial(Rule, "refused")
+no_effect = partial(Rule, "no effect")
+note = partial(Rule, "note")

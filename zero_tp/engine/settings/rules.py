@@ -41,7 +41,11 @@ def rules(config: Combination) -> list[Rule]:
         *training_rules.gradient_rules(config.settings),
         *training_rules.optimizer_rules(config),
         *training_rules.schedule_rules(config),
-        *(() if config.zero_tp is None else training_rules.run_rules(config.settings, config.zero_tp)),
+        *(
+            ()
+            if config.zero_tp is None
+            else training_rules.run_rules(config.settings, config.zero_tp)
+        ),
         *training_rules.activation_rules(config),
         *zero_rules.offload_rules(config),
         *zero_rules.zero_rules(config.settings),

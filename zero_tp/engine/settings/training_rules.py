@@ -18,12 +18,14 @@ from zero_tp.base.settings.schema import ZeroTP
 from zero_tp.engine.settings.rule import Combination, Rule, no_effect, note, refused
 
 ACTIVATIONS = "activation_checkpointing"
-OPTIMIZER, SCHEDULER = "optimizer.params", "scheduler.params"
+OPTIMIZER = "optimizer.params"
+SCHEDULER = "scheduler.params"
 
 
 def gradient_rules(settings: DeepSpeedSettings) -> Iterator[Rule]:
     """Yield rules about dtypes and the reduction of gradients."""
-    dtype, stage = settings.dtype, settings.zero_optimization.stage
+    dtype = settings.dtype
+    stage = settings.zero_optimization.stage
     types = settings.data_types
     yield refused(
         "fp16.enabled",
@@ -52,7 +54,8 @@ def gradient_rules(settings: DeepSpeedSettings) -> Iterator[Rule]:
         yield refused(
             key,
             dtype == "fp16" and value == "fp32",
-            'as "fp32" with fp16: no run with it was compared with the plain model; leave it out, or use bf16',
+            'as "fp32" with fp16: no run with it was compared with the plain model; leave it out, '
+            "or use bf16",
         )
     yield refused(
         "data_types.grad_accum_dtype",
@@ -80,19 +83,23 @@ def gradient_rules(settings: DeepSpeedSettings) -> Iterator[Rule]:
 
 def optimizer_rules(config: Combination) -> Iterator[Rule]:
     """Yield rules about the optimizer's arguments."""
-    settings, optimizer = config.settings, config.settings.optimizer
-    stage, allowed = settings.zero_optimization.stage, settings.zero_allow_untested_optimizer
+    settings = config.settings
+    optimizer = config.settings.optimizer
+    stage = settings.zero_optimization.stage
+    allowed = settings.zero_allow_untested_optimizer
     params = None if optimizer is None else optimizer.params
     sgd = params if isinstance(params, SGD) else None
     yield refused(
         "zero_allow_untested_optimizer",
         stage > 0 and sgd is not None and not allowed,
-        "as false with ZeRO and SGD: DeepSpeed has not tested SGD under ZeRO; set it to true, or use AdamW",
+        "as false with ZeRO and SGD: DeepSpeed has not tested SGD under ZeRO; set it to true, or "
+        "use AdamW",
     )
     yield refused(
         f"{OPTIMIZER}.nesterov",
         sgd is not None and sgd.nesterov and (sgd.momentum <= 0 or sgd.dampening != 0),
-        "without momentum, or with dampening: torch's SGD has no such step; give a momentum and no dampening",
+        "without momentum, or with dampening: torch's SGD has no such step; give a momentum and no "
+        "dampening",
     )
     yield refused(
         f"{OPTIMIZER}.foreach",
@@ -117,7 +124,8 @@ def optimizer_rules(config: Combination) -> Iterator[Rule]:
 
 def schedule_rules(config: Combination) -> Iterator[Rule]:
     """Yield rules about learning rates and phases. A Trainer's config may have no rate."""
-    optimizer, schedule = config.settings.optimizer, config.settings.scheduler
+    optimizer = config.settings.optimizer
+    schedule = config.settings.scheduler
     rate = None if optimizer is None else optimizer.params.lr
     params = None if schedule is None else schedule.params
     cycle = params if isinstance(params, OneCycle) else None
@@ -172,7 +180,8 @@ def schedule_rules(config: Combination) -> Iterator[Rule]:
 
 def run_rules(settings: DeepSpeedSettings, zero_tp: ZeroTP) -> Iterator[Rule]:
     """Yield rules about the `zero_tp` block, which only a run's file has."""
-    evaluation, steps = zero_tp.evaluation, zero_tp.training.steps
+    evaluation = zero_tp.evaluation
+    steps = zero_tp.training.steps
     no_corpus = not zero_tp.data.validation
     yield refused(
         "zero_tp.evaluation.tasks",
@@ -212,7 +221,8 @@ def run_rules(settings: DeepSpeedSettings, zero_tp: ZeroTP) -> Iterator[Rule]:
     yield note(
         " ".join(f"{SCHEDULER}.{name}" for name in LENGTHS),
         0 < length <= steps,
-        'the schedule ends before the run does, and its last rate may be 0; "auto" is zero_tp.training.steps + 1',
+        'the schedule ends before the run does, and its last rate may be 0; "auto" is '
+        "zero_tp.training.steps + 1",
     )
     warmup = max(numbers.get(name) or 0 for name in WARMUPS)
     yield note(
@@ -224,7 +234,8 @@ def run_rules(settings: DeepSpeedSettings, zero_tp: ZeroTP) -> Iterator[Rule]:
 
 def activation_rules(config: Combination) -> Iterator[Rule]:
     """Yield rules about recomputation and sequence parallelism."""
-    policy, layers = config.recompute, config.layers
+    policy = config.recompute
+    layers = config.layers
     block = config.settings.activation_checkpointing
     accumulation = config.settings.gradient_accumulation_steps
     yield refused(
@@ -241,7 +252,8 @@ def activation_rules(config: Combination) -> Iterator[Rule]:
         yield refused(
             f"{ACTIVATIONS}.{name}",
             is_set and not moves_inputs,
-            "with zero_tp.recompute none or selective: only full recomputation keeps layer inputs that could be moved",
+            "with zero_tp.recompute none or selective: only full recomputation keeps layer inputs "
+            "that could be moved",
         )
     for name, number in (("layers", policy.layers), ("every", policy.every)):
         yield refused(
@@ -259,7 +271,8 @@ def activation_rules(config: Combination) -> Iterator[Rule]:
     yield refused(
         f"{ACTIVATIONS}.number_checkpoints",
         slots is not None and slots < len(policy.recomputed_layers(layers or 0)),
-        "below the recomputed layers: each has a checkpoint; use as many as layers, or leave it out",
+        "below the recomputed layers: each has a checkpoint; use as many as layers, or leave it "
+        "out",
     )
     yield no_effect(
         f"{ACTIVATIONS}.number_checkpoints",

@@ -8,7 +8,16 @@ from zero_tp.base.settings.deepspeed import ZERO, DeepSpeedSettings
 from zero_tp.engine.settings.rule import Combination, Rule, no_effect, note, refused
 from zero_tp.engine.zero.facts import uses_bf16_optimizer
 
-SWITCHED_BLOCKS = ("bf16", "fp16", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor", "comet")
+SWITCHED_BLOCKS = (
+    "bf16",
+    "fp16",
+    "flops_profiler",
+    "comms_logger",
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "comet",
+)
 """Blocks whose other keys have no effect while `enabled` is false."""
 NVME = {
     "offload_optimizer": ("nvme_path", "buffer_count", "pipeline_*", "fast_init"),
@@ -20,7 +29,8 @@ NEVER_READ = {
     "comet.samples_log_interval": "zero_tp.logging.interval says which steps are logged",
     "data_types.buffer_dtype data_types.keep_in_fp32_modules": "the models have no buffers to cast",
     "vocabulary_size": "DeepSpeed only warns of a size that is no multiple of 8",
-    f"{ZERO}.load_from_fp32_weights {ZERO}.stage3_gather_16bit_*": "zero_tp writes and reads its checkpoints itself",
+    f"{ZERO}.load_from_fp32_weights {ZERO}.stage3_gather_16bit_*": "zero_tp writes and reads its "
+    "checkpoints itself",
     f"{ZERO}.offload_optimizer.cpuadam_cores_perc": "SuperOffload reads it, which is not built",
     f"{ZERO}.save_muon_momentum_buffer_in_memory": "Muon is refused",
 }
@@ -38,23 +48,27 @@ def offload_rules(config: Combination) -> Iterator[Rule]:
         yield refused(
             f"{ZERO}.{block}",
             zero.stage < stage and devices[block] != "none",
-            f"below stage {stage}: {reason}, and DeepSpeed would ignore it; use stage {stage}, or leave it out",
+            f"below stage {stage}: {reason}, and DeepSpeed would ignore it; use stage {stage}, or "
+            "leave it out",
         )
     yield refused(
         f"{ZERO}.offload_optimizer.device",
         zero.stage < 3 and zero.optimizer_device == "nvme",
-        'as "nvme" below stage 3: DeepSpeed swaps the optimizer\'s states at stage 3 only; use stage 3, or "cpu"',
+        'as "nvme" below stage 3: DeepSpeed swaps the optimizer\'s states at stage 3 only; use '
+        'stage 3, or "cpu"',
     )
     yield refused(
         f"{ZERO}.offload_optimizer.device",
         config.is_trainer and zero.optimizer_device == "nvme",
-        'as "nvme" in ZeroTPTrainer: its checkpoints could not hold the optimizer\'s states; use "cpu"',
+        'as "nvme" in ZeroTPTrainer: its checkpoints could not hold the optimizer\'s states; use '
+        '"cpu"',
     )
     for block, keys in NVME.items():
         yield refused(
             f"{ZERO}.{block}.nvme_path",
             block in zero.nvme_paths and zero.nvme_paths[block] is None,
-            'when it is missing with device "nvme": DeepSpeed swaps to a directory; give one on the NVMe device',
+            'when it is missing with device "nvme": DeepSpeed swaps to a directory; give one on '
+            "the NVMe device",
         )
         all_but_device = f"{ZERO}.{block}.[!d]*"
         yield no_effect(all_but_device, devices[block] == "none", f"{block}.device is none")
@@ -70,7 +84,8 @@ def offload_rules(config: Combination) -> Iterator[Rule]:
 
 def zero_rules(settings: DeepSpeedSettings) -> Iterator[Rule]:
     """Yield rules about the stages of ZeRO."""
-    zero, uses_bf16 = settings.zero_optimization, uses_bf16_optimizer(settings)
+    zero = settings.zero_optimization
+    uses_bf16 = uses_bf16_optimizer(settings)
     yield refused(
         f"{ZERO}.allgather_bucket_size",
         zero.allgather_bucket_size % 2 == 1,
@@ -102,7 +117,9 @@ def zero_rules(settings: DeepSpeedSettings) -> Iterator[Rule]:
         not zero.contiguous_gradients,
         "it is for contiguous_gradients",
     )
-    yield no_effect(_zero_keys(reduction, "reduce_bucket_size"), zero.stage == 0, "ZeRO-0 does not read it")
+    yield no_effect(
+        _zero_keys(reduction, "reduce_bucket_size"), zero.stage == 0, "ZeRO-0 does not read it"
+    )
 
 
 def log_rules(settings: DeepSpeedSettings) -> Iterator[Rule]:
@@ -121,12 +138,14 @@ def log_rules(settings: DeepSpeedSettings) -> Iterator[Rule]:
     yield note(
         "comms_logger.enabled",
         settings.comms_logger.enabled,
-        "it counts what DeepSpeed sends for ZeRO, and nothing of tensor and sequence parallelism or of checkpoints",
+        "it counts what DeepSpeed sends for ZeRO, and nothing of tensor and sequence parallelism "
+        "or of checkpoints",
     )
     yield note(
         "flops_profiler.enabled",
         settings.flops_profiler.enabled,
-        "it counts the forward of one rank's shard; backward, recomputation and collectives are not counted, and "
+        "it counts the forward of one rank's shard; backward, recomputation and collectives are "
+        "not counted, and "
         "--profile-steps times all of them",
     )
 

@@ -1,4 +1,6 @@
-"""Report waits for the lock of a build in torch's folder of extensions, which a killed build leaves behind."""
+"""Report waits for the lock of a build in torch's folder of extensions, which a killed build
+leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,14 @@ def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def report_build_locks(after: float = LOCK_SECONDS, write: Callable[[str], object] = _to_stderr) -> None:
+def report_build_locks(
+    after: float = LOCK_SECONDS, write: Callable[[str], object] = _to_stderr
+) -> None:
     """Let one rank of each machine report a lock that it has waited for `after` seconds.
 
-    DeepSpeed's ops and a user's own extensions are built under such a lock. torch 2.13 waits for it without end or
-    message. From 2.14 on the operating system releases the lock with its process, so a killed build leaves none.
+    DeepSpeed's ops and a user's own extensions are built under such a lock. torch 2.13 waits for it
+    without end or message. From 2.14 on the operating system releases the lock with its process, so
+    a killed build leaves none.
 
     Args:
         write: called with the line.
@@ -48,7 +53,8 @@ def _describe(lock: str) -> str:
         reason = f"process {builder} is building there; if it hangs, end it and remove the lock"
     else:
         reason = (
-            "no process of this machine is building there: it is left from a build that was killed; unless another "
+            "no process of this machine is building there: it is left from a build that was "
+            "killed; unless another "
             "machine builds in this folder, stop this start, remove the lock and start again"
         )
     return f"waiting for {lock}: {reason}"

@@ -1,4 +1,6 @@
-"""What DeepSpeed 0.19.8 does with a config: facts that its stages, the rules and the planner share."""
+"""What DeepSpeed 0.19.8 does with a config: facts that its stages, the rules and the planner
+share.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def keeps_gradients_in_place(settings: DeepSpeedSettings, data: int) -> bool:
     """Return `in_place_gradients` of a config with `data` replicas."""
     zero = settings.zero_optimization
     offloaded = zero.optimizer_device != "none"
-    return in_place_gradients(zero.stage, data, copied=copies_gradients(settings), offloaded=offloaded)
+    return in_place_gradients(
+        zero.stage, data, copied=copies_gradients(settings), offloaded=offloaded
+    )
 
 
 def deepspeed_clips(stage: int) -> bool:

@@ -1,10 +1,12 @@
-"""The loss scale of fp16: DeepSpeed's DynamicLossScaler, updated after the step under every ZeRO stage.
+"""The loss scale of fp16: DeepSpeed's DynamicLossScaler, updated after the step under every ZeRO
+stage.
 
-The loss is multiplied by the scale, so that small gradients do not vanish in fp16. The optimizer divides the gradients
-by it (Micikevicius et al., "Mixed Precision Training").
+The loss is multiplied by the scale, so that small gradients do not vanish in fp16. The optimizer
+divides the gradients by it (Micikevicius et al., "Mixed Precision Training").
 
-DeepSpeed 0.19.8 updates the scale before it divides by it: when the scale grows, gradients and clipping are wrong by a
-factor of 2. Without ZeRO it also ignores `hysteresis`. So DeepSpeed's own update is disabled.
+DeepSpeed 0.19.8 updates the scale before it divides by it: when the scale grows, gradients and
+clipping are wrong by a factor of 2. Without ZeRO it also ignores `hysteresis`. So DeepSpeed's own
+update is disabled.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class LossScale:
-    """A loss scale that grows after `loss_scale_window` steps without an overflow and halves after an overflow.
+    """A loss scale that grows after `loss_scale_window` steps without an overflow and halves after
+    an overflow.
 
     Attributes:
         reduced: the last step overflowed and lowered the scale or its remaining `hysteresis`.
@@ -28,9 +31,14 @@ class LossScale:
         self.reduced = False
         self._optimizer = optimizer
         self._scaler = getattr(optimizer, "loss_scaler", None) or CreateLossScaler(
-            torch.half, engine.loss_scale(), engine.dynamic_loss_scale(), engine.dynamic_loss_scale_args()
+            torch.half,
+            engine.loss_scale(),
+            engine.dynamic_loss_scale(),
+            engine.dynamic_loss_scale_args(),
         )
-        self._scaler.raise_error_at_min_scale = False  # `on_nonfinite` decides whether training stops
+        self._scaler.raise_error_at_min_scale = (
+            False  # `on_nonfinite` decides whether training stops
+        )
         optimizer._update_scale = _no_update
 
     @property
@@ -43,7 +51,10 @@ class LossScale:
         before = (self._scaler.cur_scale, getattr(self._scaler, "cur_hysteresis", None))
         self._scaler.update_scale(overflow)
         self._optimizer.loss_scale = self._scaler.cur_scale
-        self.reduced = overflow and before != (self._scaler.cur_scale, getattr(self._scaler, "cur_hysteresis", None))
+        self.reduced = overflow and before != (
+            self._scaler.cur_scale,
+            getattr(self._scaler, "cur_hysteresis", None),
+        )
 
     def state(self) -> dict[str, Any]:
         """Return the state of a dynamic scale; empty for a fixed one."""
@@ -52,7 +63,10 @@ class LossScale:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore `state()`, unless either scale is fixed or the saved run had another dtype."""
-        if not isinstance(self._scaler, DynamicLossScaler) or saved.get("last_overflow_iter") is None:
+        if (
+            not isinstance(self._scaler, DynamicLossScaler)
+            or saved.get("last_overflow_iter") is None
+        ):
             return
         for name in STATE:
             setattr(self._scaler, name, saved.get(name, getattr(self._scaler, name)))

@@ -16,8 +16,11 @@ ONE_STEP_AHEAD = (lr_schedules.LRRangeTest, lr_schedules.OneCycle)
 """Schedules whose formulas use `last_batch_iteration + 1`; others use it as it is."""
 
 
-def transformers_schedule(schedule: Schedule | None) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
-    """Return a factory of the transformers schedule that a `scheduler` block names; None for other schedules.
+def transformers_schedule(
+    schedule: Schedule | None,
+) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
+    """Return a factory of the transformers schedule that a `scheduler` block names; None for other
+    schedules.
 
     After `num_training_steps` the rate stays constant; transformers' cosine would rise again.
     """
@@ -32,7 +35,9 @@ def transformers_schedule(schedule: Schedule | None) -> Callable[[torch.optim.Op
         scheduler: LambdaLR = function(optimizer, **params)
         if "num_training_steps" in params:
             last = params["num_training_steps"]
-            scheduler.lr_lambdas = [functools.partial(_hold_last_rate, rate, last) for rate in scheduler.lr_lambdas]
+            scheduler.lr_lambdas = [
+                functools.partial(_hold_last_rate, rate, last) for rate in scheduler.lr_lambdas
+            ]
         return scheduler
 
     return make
@@ -43,28 +48,36 @@ def _hold_last_rate(rate: Callable[[int], float], last: int, step: int) -> float
 
 
 def set_schedule(schedule: Any, updates: int, *, native_start: bool = False) -> None:
-    """Set a schedule and the learning rates for the next step: the k-th update gets the schedule's value at k.
+    """Set a schedule and the learning rates for the next step: the k-th update gets the schedule's
+    value at k.
 
-    DeepSpeed starts its schedules at iteration -1 and advances them after each step: the first two steps of a warm-up
-    from 0 have no effect.
+    DeepSpeed starts its schedules at iteration -1 and advances them after each step: the first two
+    steps of a warm-up from 0 have no effect.
 
     Args:
         updates: number of steps that have updated the weights.
-        native_start: keep the start of DeepSpeed's schedules, as transformers' Trainer under DeepSpeed does.
+        native_start: keep the start of DeepSpeed's schedules, as transformers' Trainer under
+            DeepSpeed does.
     """
     if native_start:
-        if updates > 0:  # the constructor has set the first rate, and `OneCycle` first betas of its own
+        if (
+            updates > 0
+        ):  # the constructor has set the first rate, and `OneCycle` first betas of its own
             schedule.step(updates - 1)
     elif isinstance(schedule, LambdaLR):
         # A count above 1 keeps torch from warning that the optimizer has not stepped.
-        schedule.load_state_dict({**schedule.state_dict(), "last_epoch": updates, "_step_count": updates + 2})
+        schedule.load_state_dict(
+            {**schedule.state_dict(), "last_epoch": updates, "_step_count": updates + 2}
+        )
         schedule.step()
     else:
         schedule.step(updates if isinstance(schedule, ONE_STEP_AHEAD) else updates + 1)
 
 
 class _RateOnly(torch.optim.Optimizer):
-    """An optimizer without parameters. `Optimizer.__init__` would import torch's compiler: seconds."""
+    """An optimizer without parameters. `Optimizer.__init__` would import torch's compiler:
+    seconds.
+    """
 
     def __init__(self, rate: float) -> None:
         self.param_groups = [{"lr": rate, "betas": (0.5, 0.5), "params": []}]
@@ -81,7 +94,8 @@ def rates(schedule: Schedule, rate: float, steps: Iterable[int]) -> list[float]:
         rate: the optimizer's.
     """
     optimizer = _RateOnly(rate)
-    make, params = transformers_schedule(schedule), schedule.arguments
+    make = transformers_schedule(schedule)
+    params = schedule.arguments
     if make is None:
         if schedule.type == "OneCycle":
             params["cycle_momentum"] = False  # it would set the betas of an Adam

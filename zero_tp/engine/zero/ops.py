@@ -19,17 +19,21 @@ def check_nvme(paths: Mapping[str, Path | None]) -> None:
     """Check that this machine can offload to these directories.
 
     Args:
-        paths: the directory of each offload block of the config whose device is "nvme", by the block's name.
+        paths: the directory of each offload block of the config whose device is "nvme", by the
+            block's name.
     """
     for name, path in paths.items():
         key = f"zero_optimization.{name}"
         assert path is not None, "a rule refuses it"
         if not (path.is_dir() and os.access(path, os.W_OK | os.X_OK)):
             problem = f"{path} is not a directory on this machine that can be written"
-            raise UserError(f"{key}.nvme_path: {problem}; create it, change its permissions, or name another")
+            raise UserError(
+                f"{key}.nvme_path: {problem}; create it, change its permissions, or name another"
+            )
         if not has_libaio():
             raise UserError(
-                f'{key}.device: "nvme" needs libaio with its headers, which were not found; install libaio-dev '
+                f'{key}.device: "nvme" needs libaio with its headers, which were not found; '
+                "install libaio-dev "
                 '(Debian, Ubuntu) or libaio-devel (Fedora, RHEL), or use "cpu"'
             )
 
@@ -54,10 +58,11 @@ def builder_name(settings: DeepSpeedSettings) -> str | None:
 
 
 def compilation_note(settings: DeepSpeedSettings, accelerator: Any) -> str | None:
-    """Return a log line about the op that DeepSpeed will compile for a run; None if it is built already or not needed.
+    """Return a log line about the op that DeepSpeed will compile for a run; None if it is built
+    already or not needed.
 
-    DeepSpeed's own optimizers, such as CPU Adam for offloaded states, are built when a machine first needs them, which
-    takes g++ more than two minutes.
+    DeepSpeed's own optimizers, such as CPU Adam for offloaded states, are built when a machine
+    first needs them, which takes g++ more than two minutes.
 
     Args:
         accelerator: DeepSpeed's.
@@ -74,15 +79,24 @@ def compilation_note(settings: DeepSpeedSettings, accelerator: Any) -> str | Non
 
     if installed_ops.get(builder.name):
         return None
-    if missing := _missing_compiler(on_cuda=name == FUSED_ADAM and accelerator.device_name() == "cuda"):
-        other = 'use AdamW with "torch_adam": true' if name == FUSED_ADAM else "leave offload_optimizer out"
+    if missing := _missing_compiler(
+        on_cuda=name == FUSED_ADAM and accelerator.device_name() == "cuda"
+    ):
+        other = (
+            'use AdamW with "torch_adam": true'
+            if name == FUSED_ADAM
+            else "leave offload_optimizer out"
+        )
         raise UserError(
-            f"optimizer.type: {kind} needs DeepSpeed's {builder.name}, which is compiled, but there is no {missing}; "
+            f"optimizer.type: {kind} needs DeepSpeed's {builder.name}, which is compiled, but "
+            f"there is no {missing}; "
             f"install it, or {other}"
         )
     from torch.utils import cpp_extension
 
-    if Path(cpp_extension._get_build_directory(builder.name, verbose=False), f"{builder.name}.so").exists():
+    if Path(
+        cpp_extension._get_build_directory(builder.name, verbose=False), f"{builder.name}.so"
+    ).exists():
         return None
     return f"compiling DeepSpeed's {builder.name} for this machine, once, which takes minutes"
 
@@ -108,10 +122,11 @@ def _missing_compiler(on_cuda: bool) -> str | None:
 
 
 def disable_shared_memory_collectives() -> None:
-    """Keep `deepspeed.init_distributed` from compiling its shared-memory collectives, which only inference uses.
+    """Keep `deepspeed.init_distributed` from compiling its shared-memory collectives, which only
+    inference uses.
 
-    It reads DeepSpeed's table of compatible ops. Filling the whole table would start a compiler for every op, so the
-    table gets this entry only.
+    It reads DeepSpeed's table of compatible ops. Filling the whole table would start a compiler for
+    every op, so the table gets this entry only.
     """
     import deepspeed
 

@@ -27,14 +27,20 @@ if TYPE_CHECKING:
 
 
 def compute_norms_in_chunks(optimizer: Any) -> None:
-    """Make a ZeRO optimizer of DeepSpeed compute gradient norms in chunks, instead of from whole fp64 copies."""
+    """Make a ZeRO optimizer of DeepSpeed compute gradient norms in chunks, instead of from whole
+    fp64 copies.
+    """
     original = getattr(optimizer, "get_grad_norm_direct", None)
     if original is None:  # DeepSpeed's BF16_Optimizer
         return
 
-    def chunked_norm(gradients: Iterable[Tensor], params: Iterable[nn.Parameter], norm_type: float = 2) -> Tensor:
+    def chunked_norm(
+        gradients: Iterable[Tensor], params: Iterable[nn.Parameter], norm_type: float = 2
+    ) -> Tensor:
         assert norm_type == 2, "only the 2-norm is computed"
-        unpadded = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
+        unpadded = (
+            gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)
+        )
         norms = [sum_of_squares(gradient).sqrt().reshape(1) for gradient in unpadded]
         norm: Tensor = original(norms, params, norm_type)
         return norm
@@ -43,7 +49,8 @@ def compute_norms_in_chunks(optimizer: Any) -> None:
 
 
 class UnpartitionedStates(ZeroEngine):
-    """ZeRO-0: every DP rank holds all masters and states. `_clip` computes the gradient norm and clips, in fp64.
+    """ZeRO-0: every DP rank holds all masters and states. `_clip` computes the gradient norm and
+    clips, in fp64.
 
     DeepSpeed's own clipping is off: see `deepspeed_clips`.
     """
@@ -63,8 +70,8 @@ class UnpartitionedStates(ZeroEngine):
     def _undo_first_step(self) -> None:
         """Undo the first step of DeepSpeed's 16-bit optimizers.
 
-        To allocate their states they step once on zero gradients, which decays the masters by lr·weight_decay and
-        leaves Adam's bias correction one step ahead.
+        To allocate their states they step once on zero gradients, which decays the masters by
+        lr·weight_decay and leaves Adam's bias correction one step ahead.
         """
         inner = self.optimizer.optimizer
         inner.state.clear()
@@ -74,8 +81,11 @@ class UnpartitionedStates(ZeroEngine):
             fragment.master.copy_(self.model.get_parameter(fragment.name).flatten())
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        # DeepSpeed 0.19.8 scales only the losses of its ZeRO optimizers, but ZeRO-0's divides by the scale too.
-        super().backward(loss if self.loss_scale is None else loss * self.loss_scale.value, **options)
+        # DeepSpeed 0.19.8 scales only the losses of its ZeRO optimizers, but ZeRO-0's divides by
+        # the scale too.
+        super().backward(
+            loss if self.loss_scale is None else loss * self.loss_scale.value, **options
+        )
 
     def _step(self) -> None:
         if self.deepspeed_engine.is_gradient_accumulation_boundary():
@@ -87,13 +97,15 @@ class UnpartitionedStates(ZeroEngine):
         parameters = list(self.model.parameters())
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         norm = gradient_norm(parameters, self.topology) / scale
-        is_spike, self._last_norm = self.veto.finds_spike(norm), norm.item()
+        is_spike = self.veto.finds_spike(norm)
+        self._last_norm = norm.item()
         is_applied = not is_spike and math.isfinite(self._last_norm)
         limit = self.settings.gradient_clipping
         if is_applied and limit > 0:
             clip_gradients(parameters, self._last_norm, limit)
         if not self._has_fp32_masters:
-            # A plain torch optimizer checks nothing: remove its gradients, and set the engine's flag.
+            # A plain torch optimizer checks nothing: remove its gradients, and set the engine's
+            # flag.
             self.optimizer.overflow = not is_applied
             if not is_applied:
                 for parameter in parameters:
@@ -122,7 +134,9 @@ class UnpartitionedStates(ZeroEngine):
             yield Fragment(name, Span(0, offset, parameter.numel()), flat)
 
     def _masters(self) -> Iterator[tuple[nn.Parameter, tuple[Tensor, int]]]:
-        """Yield each parameter with its master, (flat tensor, offset): in fp32 the parameter itself."""
+        """Yield each parameter with its master, (flat tensor, offset): in fp32 the parameter
+        itself.
+        """
         wrapper = self.optimizer
         if not self._has_fp32_masters:
             yield from ((parameter, (parameter, 0)) for parameter in self.model.parameters())
@@ -189,8 +203,13 @@ class PartitionedStates(ZeroEngine):
         optimizer.step = step_unless_vetoed
 
     def fragments(self) -> Iterator[Fragment]:
-        optimizer = self.optimizer  # BF16_Optimizer has the first attribute, the other optimizers the second
-        groups = getattr(optimizer, "fp32_groups_flat_partition", None) or optimizer.single_partition_of_fp32_groups
+        optimizer = (
+            self.optimizer
+        )  # BF16_Optimizer has the first attribute, the other optimizers the second
+        groups = (
+            getattr(optimizer, "fp32_groups_flat_partition", None)
+            or optimizer.single_partition_of_fp32_groups
+        )
         for name, parameter in self.model.named_parameters():
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]
             if mapping is not None:
@@ -205,7 +224,9 @@ class PartitionedStates(ZeroEngine):
 
 
 class PartitionedParameters(ZeroEngine):
-    """ZeRO-3: parameters, too, are partitioned over DP, each by itself, and gathered while they are needed."""
+    """ZeRO-3: parameters, too, are partitioned over DP, each by itself, and gathered while they
+    are needed.
+    """
 
     lock_step = True
 
@@ -228,13 +249,16 @@ class PartitionedParameters(ZeroEngine):
         super()._step()
         accelerator = get_accelerator()
         if is_update and not accelerator.is_synchronized_device():
-            # DeepSpeed 0.19.8 gathers on a side stream. Nothing orders that after the update, unless its throughput
-            # timer or its gather of persistent weights synchronises with the device.
+            # DeepSpeed 0.19.8 gathers on a side stream. Nothing orders that after the update,
+            # unless its throughput timer or its gather of persistent weights synchronises with the
+            # device.
             gather_stream = self.optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
             gather_stream.wait_stream(accelerator.current_stream())
 
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights that stay gathered: those smaller than `stage3_param_persistence_threshold`."""
+        """Yield the weights that stay gathered: those smaller than
+        `stage3_param_persistence_threshold`.
+        """
         resident = {id(parameter) for parameter in self.optimizer.persistent_parameters}
         for name, weight in super().replicated_tensors():
             if id(self.model.get_parameter(name)) in resident:
@@ -244,8 +268,8 @@ class PartitionedParameters(ZeroEngine):
         # zero.Init reads the DP size from deepspeed.comm before it initialises deepspeed.comm.
         deepspeed.init_distributed(verbose=False)
         return deepspeed.zero.Init(
-            # With mpu= alone it ignores the DP group and overwrites the other TP ranks' shards. It needs mpu= too, to
-            # read the batch sizes.
+            # With mpu= alone it ignores the DP group and overwrites the other TP ranks' shards. It
+            # needs mpu= too, to read the batch sizes.
             data_parallel_group=self.topology.data_group,
             mpu=self.topology,
             # No dtype=: with one, DeepSpeed 0.19.8 uses bf16 on devices that do not support fp16.
@@ -259,7 +283,9 @@ class PartitionedParameters(ZeroEngine):
 
     def fragments(self) -> Iterator[Fragment]:
         for name, parameter in self.model.named_parameters():
-            group, offset, length = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
+            group, offset, length = self.optimizer.grad_position[
+                self.optimizer.get_param_id(parameter)
+            ]
             shard_numel: int = parameter.ds_numel  # type: ignore[attr-defined]
             span = Span.block(self.topology.data_rank, length, shard_numel, offset)
             yield Fragment(name, span, self.optimizer.fp32_partitioned_groups_flat[group])

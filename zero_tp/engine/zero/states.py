@@ -1,8 +1,9 @@
 """Views of a rank's fp32 masters and optimizer states, for every ZeRO stage.
 
-Of each parameter's TP shard a rank holds one fragment: all of it under ZeRO-0, its DP partition under ZeRO-1 to 3. The
-fragment's master is a piece of a flat fp32 tensor; the optimizer's states (moments) are tensors of the same length.
-Writing into the views restores a run. docs/checkpoints.md explains why DeepSpeed's own checkpoints are not used.
+Of each parameter's TP shard a rank holds one fragment: all of it under ZeRO-0, its DP partition
+under ZeRO-1 to 3. The fragment's master is a piece of a flat fp32 tensor; the optimizer's states
+(moments) are tensors of the same length. Writing into the views restores a run. docs/checkpoints.md
+explains why DeepSpeed's own checkpoints are not used.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class OptimizerStates:
             return [MASTER]
         flat = self.fragments[0].flat
         state = self.optimizer.state.get(flat, {})
-        tensors = {key: value for key, value in state.items() if key != "step" and torch.is_tensor(value)}
+        tensors = {
+            key: value for key, value in state.items() if key != "step" and torch.is_tensor(value)
+        }
         return [MASTER, *(key for key, value in tensors.items() if value.numel() == flat.numel())]
 
     def get(self, fragment: Fragment, kind: str) -> Tensor:
@@ -85,13 +88,15 @@ class OptimizerStates:
     def set_steps(self, steps: int | None) -> None:
         """Set every state's update count: a tensor in torch's optimizers, a number in DeepSpeed's.
 
-        torch's fused kernels read the count on the parameter's device (torch/optim/adam.py, `_init_group`); the
-        others read it on the host.
+        torch's fused kernels read the count on the parameter's device (torch/optim/adam.py,
+        `_init_group`); the others read it on the host.
         """
         if steps is None:
             return
         is_torch = type(self.optimizer).__module__.startswith("torch.")
-        on_device = any(group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups)
+        on_device = any(
+            group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups
+        )
         for flat in {id(fragment.flat): fragment.flat for fragment in self.fragments}.values():
             device = flat.device if on_device else "cpu"
             count = torch.tensor(float(steps), device=device) if is_torch else steps
@@ -100,7 +105,9 @@ class OptimizerStates:
 
 
 class StatesOnNVMe(OptimizerStates):
-    """States that ZeRO-3 keeps on NVMe: copies of the masters only, because DeepSpeed cannot restore the others."""
+    """States that ZeRO-3 keeps on NVMe: copies of the masters only, because DeepSpeed cannot
+    restore the others.
+    """
 
     def __init__(self, fragments: Iterable[Fragment], optimizer: Any, model: nn.Module):
         super().__init__(fragments, optimizer)
@@ -117,10 +124,11 @@ class StatesOnNVMe(OptimizerStates):
 
 
 def _replay_cpu_adam(adam: Any, steps: int) -> None:
-    """Give DeepSpeedCPUAdam the β₁^t and β₂^t of an uninterrupted run, by stepping one number `steps` times.
+    """Give DeepSpeedCPUAdam the β₁^t and β₂^t of an uninterrupted run, by stepping one number
+    `steps` times.
 
-    It multiplies by β in fp32 at each step, but computes pow(β, t) if its first step is t. The two round differently;
-    divided by 1 - β₂^t, the difference becomes 1e-5 of an update.
+    It multiplies by β in fp32 at each step, but computes pow(β, t) if its first step is t. The two
+    round differently; divided by 1 - β₂^t, the difference becomes 1e-5 of an update.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -135,7 +143,9 @@ def _replay_cpu_adam(adam: Any, steps: int) -> None:
 
 
 def partition_of(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's part of a parameter's TP shard: its DP partition under ZeRO-3, else the whole shard."""
+    """Return this rank's part of a parameter's TP shard: its DP partition under ZeRO-3, else the
+    whole shard.
+    """
     partition: Tensor = getattr(parameter, "ds_tensor", parameter)
     return partition.detach()
 

@@ -28,12 +28,15 @@ class StepVeto:
         self.recent: list[list[float]] = []
         self.spike = ""
         self.norm: Tensor | None = None
-        self._topology, self._bounds = topology, bounds
+        self._topology = topology
+        self._bounds = bounds
         self._loss: Tensor | None = None
 
     def begin(self, loss: Tensor | None) -> None:
         """Begin a step with this loss; None: a micro-batch that is not the step's last."""
-        self._loss, self.spike, self.norm = loss, "", None
+        self._loss = loss
+        self.spike = ""
+        self.norm = None
 
     @property
     def is_active(self) -> bool:
@@ -64,12 +67,14 @@ class StepVeto:
 
 
 def detect_spike(settings: Spike, recent: list[list[float]], loss: float, norm: float) -> str:
-    """Add a step's finite loss and norm to `recent`, and return why the step is a spike; "" if it is none.
+    """Add a step's finite loss and norm to `recent`, and return why the step is a spike; "" if it
+    is none.
 
     Nothing is a spike until the window is half full.
 
-    As in OLMo-core's skip-step optimizer, a spike exceeds the window's mean by more than `settings.loss` or
-    `settings.grad_norm` standard deviations. Spikes enter the window too, so a new level soon stops being one.
+    As in OLMo-core's skip-step optimizer, a spike exceeds the window's mean by more than
+    `settings.loss` or `settings.grad_norm` standard deviations. Spikes enter the window too, so a
+    new level soon stops being one.
 
     Args:
         recent: [loss, norm] of the last steps; checkpoints save it.
@@ -77,12 +82,17 @@ def detect_spike(settings: Spike, recent: list[list[float]], loss: float, norm: 
     reasons = []
     if len(recent) >= max(2, settings.window // 2):
         losses, norms = zip(*recent, strict=True)
-        bounded = (("loss", loss, settings.loss, losses), ("gradient norm", norm, settings.grad_norm, norms))
+        bounded = (
+            ("loss", loss, settings.loss, losses),
+            ("gradient norm", norm, settings.grad_norm, norms),
+        )
         for name, value, limit, before in bounded:
-            mean, deviation = statistics.fmean(before), statistics.stdev(before)
+            mean = statistics.fmean(before)
+            deviation = statistics.stdev(before)
             if limit is not None and value - mean > limit * deviation:
                 reasons.append(
-                    f"its {name} {value:.4g} is above {mean + limit * deviation:.4g}, {limit:g} standard deviations "
+                    f"its {name} {value:.4g} is above {mean + limit * deviation:.4g}, {limit:g} "
+                    "standard deviations "
                     f"over the mean of the {len(before)} steps before"
                 )
     recent.append([loss, norm])

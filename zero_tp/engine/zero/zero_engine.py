@@ -32,8 +32,8 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 def without_compiler() -> Iterator[None]:
     """Disable `torch.compile` inside the block, by torch's TORCHDYNAMO_DISABLE.
 
-    To check an optimizer's type, DeepSpeed imports Muon, which compiles at import: loading torch's compiler would take
-    1.5 s of each rank's start.
+    To check an optimizer's type, DeepSpeed imports Muon, which compiles at import: loading torch's
+    compiler would take 1.5 s of each rank's start.
     """
     before = os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -46,15 +46,19 @@ def without_compiler() -> Iterator[None]:
 
 
 class ZeroEngine(ABC):
-    """One ZeRO stage: build the model inside `construction()`, then `initialize` wraps it in DeepSpeed's engine.
+    """One ZeRO stage: build the model inside `construction()`, then `initialize` wraps it in
+    DeepSpeed's engine.
 
     Attributes:
         settings: DeepSpeed's part of the config.
-        model: the unwrapped model. deepspeed_engine, optimizer, scheduler: results of `deepspeed.initialize`.
+        model: the unwrapped model. deepspeed_engine, optimizer, scheduler: results of
+            `deepspeed.initialize`.
         loss_scale: of fp16; None in another dtype.
-        lock_step: all DP ranks must run the same number of forwards, because each forward gathers over DP.
+        lock_step: all DP ranks must run the same number of forwards, because each forward gathers
+            over DP.
         veto: decides whether a step updates the weights.
-        native_schedule_start: DeepSpeed's schedules start where DeepSpeed starts them (`set_schedule`).
+        native_schedule_start: DeepSpeed's schedules start where DeepSpeed starts them
+            (`set_schedule`).
     """
 
     lock_step = False
@@ -66,7 +70,8 @@ class ZeroEngine(ABC):
     scheduler: Any
 
     def __init__(self, settings: DeepSpeedSettings, topology: Topology):
-        self.settings, self.topology = settings, topology
+        self.settings = settings
+        self.topology = topology
         self._config = deepspeed_dict(settings, topology.data)
         self._scheduler = transformers_schedule(settings.scheduler)
         self.veto = StepVeto(topology)
@@ -79,14 +84,18 @@ class ZeroEngine(ABC):
         """Make DeepSpeed's engine. Collective over all ranks.
 
         Args:
-            trainable: parameters for the config's optimizer, or an optimizer whose update is element-wise.
+            trainable: parameters for the config's optimizer, or an optimizer whose update is
+                element-wise.
         """
-        # By default cuBLAS may round partial sums of 16-bit products to 16 bits. Under TP the products have other
-        # shapes, so the results would differ from the plain run's by more than the order of fp32 sums.
+        # By default cuBLAS may round partial sums of 16-bit products to 16 bits. Under TP the
+        # products have other shapes, so the results would differ from the plain run's by more than
+        # the order of fp32 sums.
         for dtype in ("bf16", "fp16"):
             setattr(torch.backends.cuda.matmul, f"allow_{dtype}_reduced_precision_reduction", False)
         self.model = model
-        argument = "optimizer" if isinstance(trainable, torch.optim.Optimizer) else "model_parameters"
+        argument = (
+            "optimizer" if isinstance(trainable, torch.optim.Optimizer) else "model_parameters"
+        )
         with without_compiler():
             self.deepspeed_engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
                 model=model,
@@ -97,14 +106,18 @@ class ZeroEngine(ABC):
             )
         replicas = self.deepspeed_engine.dp_world_size
         if replicas != self.topology.data:
-            raise RuntimeError(f"DeepSpeed has {replicas} data-parallel ranks, the topology {self.topology.data}")
+            raise RuntimeError(
+                f"DeepSpeed has {replicas} data-parallel ranks, the topology {self.topology.data}"
+            )
         self._set_schedule(0)
         self.loss_scale = None
         if self.deepspeed_engine.fp16_enabled():
             self.loss_scale = LossScale(self.deepspeed_engine, self.optimizer)
 
     def _set_schedule(self, updates: int) -> None:
-        """Set the config's schedule, which may differ from a save's, for the step after `updates` updates."""
+        """Set the config's schedule, which may differ from a save's, for the step after
+        `updates` updates.
+        """
         if self.scheduler is not None:
             set_schedule(self.scheduler, updates, native_start=self.native_schedule_start)
 
@@ -133,10 +146,11 @@ class ZeroEngine(ABC):
         self.deepspeed_engine.step()
 
     def norm_and_skipped(self) -> tuple[Tensor | float, bool]:
-        """Return (gradient norm before clipping, skipped) of the last step, without waiting for the device.
+        """Return (gradient norm before clipping, skipped) of the last step, without waiting for the
+        device.
 
-        A step with gradients that are not finite on some rank is (nan, True). A spike is skipped, too, but is reported
-        by `veto.spike` alone: here it is (norm, False).
+        A step with gradients that are not finite on some rank is (nan, True). A spike is skipped,
+        too, but is reported by `veto.spike` alone: here it is (norm, False).
         """
         if self.veto.norm is not None:
             return self.veto.norm, False
@@ -168,20 +182,25 @@ class ZeroEngine(ABC):
         self.restore_update_count(progress)
         for name in COUNTERS:
             setattr(self.deepspeed_engine, name, progress["counters"][name])
-        # DeepSpeed steps when this count is a multiple of the accumulation, which may differ from the saved run's.
+        # DeepSpeed steps when this count is a multiple of the accumulation, which may differ from
+        # the saved run's.
         engine = self.deepspeed_engine
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
         self._set_schedule(engine.global_steps - engine.skipped_steps)
         self.veto.recent = [list(pair) for pair in progress.get("recent", [])]
 
     def restore_update_count(self, progress: dict[str, Any]) -> None:
-        """Restore only what belongs to the optimizer's states: the count of updates, and the loss scale."""
+        """Restore only what belongs to the optimizer's states: the count of updates, and the
+        loss scale.
+        """
         self.states().set_steps(progress["optimizer_steps"])
         if self.loss_scale is not None:
             self.loss_scale.restore(progress["loss_scale"])
 
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of what is equal on all DP ranks between updates: the module's weights."""
+        """Yield (name, tensor) of what is equal on all DP ranks between updates: the module's
+        weights.
+        """
         yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
 
     @abstractmethod
@@ -194,4 +213,6 @@ class ZeroEngine(ABC):
 
     @abstractmethod
     def fill_module(self) -> None:
-        """Copy the masters into the module's weights, as an optimizer step does. Collective over DP."""
+        """Copy the masters into the module's weights, as an optimizer step does. Collective over
+        DP.
+        """

@@ -1,4 +1,6 @@
-"""One table per Hugging Face model_type: config fields, translation to a TransformerSpec, names of weights."""
+"""One table per Hugging Face model_type: config fields, translation to a TransformerSpec, names
+of weights.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from zero_tp.base.errors import UserError
 from zero_tp.model.architectures.fields import Fields
 from zero_tp.model.architectures.table import Architecture, Weight, file_tensors, to_hf
 
-_MODULES = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+_MODULES = (
+    importlib.import_module(f"{__name__}.{module.name}")
+    for module in pkgutil.iter_modules(__path__)
+)
 ARCHITECTURES: dict[str, Architecture] = {
     getattr(module, "MODEL_TYPE", module.__name__.rpartition(".")[2]): module.ARCHITECTURE
     for module in _MODULES
@@ -38,7 +43,8 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         raise UserError(
-            f"model_type: {config.model_type!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
+            f"model_type: {config.model_type!r} is not supported; supported: "
+            f"{', '.join(sorted(ARCHITECTURES))}"
         )
     return architecture
 
@@ -55,7 +61,11 @@ def native_class_of(config: PretrainedConfig) -> str:
     """
     architecture = architecture_of(config)
     other = architecture.masked_lm_class
-    return other if other is not None and config.architectures == [other] else architecture.native_class
+    return (
+        other
+        if other is not None and config.architectures == [other]
+        else architecture.native_class
+    )
 
 
 def weights_of(config: PretrainedConfig) -> list[Weight]:

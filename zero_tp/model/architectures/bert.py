@@ -61,7 +61,9 @@ OBSOLETE_SUFFIXES = {".gamma": ".weight", ".beta": ".bias"}
 """Names of norms in files that were converted from TensorFlow."""
 
 
-def encoder_spec(config: PretrainedConfig, masked_lm_class: str, **overrides: Any) -> TransformerSpec:
+def encoder_spec(
+    config: PretrainedConfig, masked_lm_class: str, **overrides: Any
+) -> TransformerSpec:
     """Return the spec of an encoder: Llama's with the differences that both encoders share.
 
     Args:
@@ -96,7 +98,9 @@ def encoder_weights(spec: TransformerSpec, norms: dict[str, str]) -> Iterator[We
         norms: our name → Hugging Face's, of the norms that differ between encoders.
     """
     for name in ("word", "position", "token_type"):
-        yield Weight(f"transformer.embedding.{name}.weight", f"bert.embeddings.{name}_embeddings.weight")
+        yield Weight(
+            f"transformer.embedding.{name}.weight", f"bert.embeddings.{name}_embeddings.weight"
+        )
     layer = "bert.encoder.layer.{layer}."
     linears: dict[str, tuple[str, ...]] = {
         "attention.qkv": tuple(f"attention.self.{name}" for name in ("query", "key", "value")),
@@ -105,7 +109,9 @@ def encoder_weights(spec: TransformerSpec, norms: dict[str, str]) -> Iterator[We
         "mlp.down": ("output.dense",),
     }
     for our_name, hf_names in linears.items():
-        yield from common.module_weights(common.OUR_LAYER + our_name, *(layer + name for name in hf_names))
+        yield from common.module_weights(
+            common.OUR_LAYER + our_name, *(layer + name for name in hf_names)
+        )
     for our_name, hf_name in norms.items():
         yield from common.module_weights(f"transformer.{our_name}", f"bert.{hf_name}")
     yield from common.module_weights("head.dense", "cls.predictions.transform.dense")
@@ -128,7 +134,9 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
 
 ARCHITECTURE = Architecture(
     fields=FIELDS,
-    translate=partial(encoder_spec, masked_lm_class=MASKED_LM_CLASS, layer="post_norm", embedding_norm=True),
+    translate=partial(
+        encoder_spec, masked_lm_class=MASKED_LM_CLASS, layer="post_norm", embedding_norm=True
+    ),
     weights=weights,
     tied=TIED,
     native_class="BertForPreTraining",

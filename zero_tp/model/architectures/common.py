@@ -1,7 +1,8 @@
-"""The parts that architecture tables share: Llama's fields, spec and weights, from which most decoders differ little.
+"""The parts that architecture tables share: Llama's fields, spec and weights, from which most
+decoders differ little.
 
-Llama has RMSNorm, rotary positions, gated MLPs and grouped queries. Fields are read by Hugging Face's general names
-(`hidden_size`), which every config class maps to its own (`n_embd`).
+Llama has RMSNorm, rotary positions, gated MLPs and grouped queries. Fields are read by Hugging
+Face's general names (`hidden_size`), which every config class maps to its own (`n_embd`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from zero_tp.model.architectures.rotary import ROPE, ROPE_UNDECLARED, rotary
 from zero_tp.model.architectures.spec import Dropouts, ExpertsSpec, TransformerSpec
 from zero_tp.model.architectures.table import Architecture, Weight
 
-# gelu_new is the tanh approximation; torch's fused one saves one tensor where transformers' saves four.
+# gelu_new is the tanh approximation; torch's fused one saves one tensor where transformers' saves
+# four.
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": _gelu_tanh,
@@ -43,7 +45,8 @@ SIZES = (
 )
 """The sizes that most configs have, under the general names."""
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 
 
 def fields(
@@ -93,7 +96,9 @@ def spec(
         attention_bias: biases on Q, K, V and the output projection; by default the config's.
         overrides: arguments of TransformerSpec that differ from Llama's.
     """
-    layers, std, padding = config.num_hidden_layers, config.initializer_range, config.pad_token_id
+    layers = config.num_hidden_layers
+    std = config.initializer_range
+    padding = config.pad_token_id
     mlps = sparse_mlps(config) if hasattr(config, "decoder_sparse_step") else (mlp,) * layers
     heads, kv_heads, head_size = grouped_heads(config)
     if attention_bias is None:
@@ -124,7 +129,9 @@ def spec(
         "mlp_bias": getattr(config, "mlp_bias", False),
         "tied": config.tie_word_embeddings,
         # As in torch, a negative id counts from the end of the vocabulary.
-        "padding_token": padding + config.vocab_size if padding is not None and padding < 0 else padding,
+        "padding_token": padding + config.vocab_size
+        if padding is not None and padding < 0
+        else padding,
         "init_std": std,
         "residual_std": std,
         "dropouts": dropouts(config, attention="attention_dropout"),
@@ -135,10 +142,14 @@ def spec(
 
 
 def experts(config: PretrainedConfig) -> ExpertsSpec:
-    """Return the mixture of experts. As in transformers, `output_router_logits` turns on the load-balancing loss."""
-    count, per_token = config.num_experts, config.num_experts_per_tok
+    """Return the mixture of experts. As in transformers, `output_router_logits` turns on the
+    load-balancing loss.
+    """
+    count = config.num_experts
+    per_token = config.num_experts_per_tok
     if per_token > count:
-        key, remedy = f"{MODEL_KEY}.num_experts_per_tok", f"give at most {count}"
+        key = f"{MODEL_KEY}.num_experts_per_tok"
+        remedy = f"give at most {count}"
         raise ConfigError(key, f"{per_token} experts a token, of {count} in a layer", remedy)
     return ExpertsSpec(
         count,
@@ -152,28 +163,41 @@ def experts(config: PretrainedConfig) -> ExpertsSpec:
 
 def sparse_mlps(config: PretrainedConfig) -> tuple[str, ...]:
     """Return each layer's MLP, from `mlp_only_layers` and `decoder_sparse_step`."""
-    step, dense, layers = config.decoder_sparse_step, config.mlp_only_layers, range(config.num_hidden_layers)
+    step = config.decoder_sparse_step
+    dense = config.mlp_only_layers
+    layers = range(config.num_hidden_layers)
     mlps = tuple("gated" if n in dense or (n + 1) % step else "experts" for n in layers)
     if "experts" not in mlps:
         name = "decoder_sparse_step" if step > len(layers) else "mlp_only_layers"
-        raise ConfigError(f"{MODEL_KEY}.{name}", "no layer has experts", "take the model_type without experts")
+        raise ConfigError(
+            f"{MODEL_KEY}.{name}", "no layer has experts", "take the model_type without experts"
+        )
     return mlps
 
 
 def dropouts(config: PretrainedConfig, **fields: str) -> Dropouts:
     """Return the probabilities in the named fields of the config; None is 0."""
-    return Dropouts(**{place: float(getattr(config, field, None) or 0.0) for place, field in fields.items()})
+    return Dropouts(
+        **{place: float(getattr(config, field, None) or 0.0) for place, field in fields.items()}
+    )
 
 
 def grouped_heads(config: PretrainedConfig) -> tuple[int, int, int]:
     """Return heads, KV heads and head size."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", heads)
     if kv_heads is None:
-        raise ConfigError(f"{MODEL_KEY}.num_key_value_heads", "null, with which transformers fails", f"give {heads}")
+        raise ConfigError(
+            f"{MODEL_KEY}.num_key_value_heads",
+            "null, with which transformers fails",
+            f"give {heads}",
+        )
     if heads % kv_heads:
         mismatch = f"{heads} attention heads ≠ {kv_heads} KV heads × {heads / kv_heads:.4g} each"
-        raise ConfigError(f"{MODEL_KEY}.num_key_value_heads", mismatch, "give a divisor of num_attention_heads")
+        raise ConfigError(
+            f"{MODEL_KEY}.num_key_value_heads", mismatch, "give a divisor of num_attention_heads"
+        )
     head_size = getattr(config, "head_dim", None)
     if not head_size and hidden % heads:
         mismatch = f"hidden size {hidden} ≠ heads {heads} × head size {hidden / heads:.4g}"
@@ -184,12 +208,17 @@ def grouped_heads(config: PretrainedConfig) -> tuple[int, int, int]:
 
 def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
     """Return each layer's window, from `layer_types` if the config class has it."""
-    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    layers = config.num_hidden_layers
+    window = getattr(config, "sliding_window", None)
     if not hasattr(config, "layer_types"):
         return (window,) * layers
     types = list(config.layer_types)
     if len(types) != layers:
-        raise ConfigError(f"{MODEL_KEY}.layer_types", f"{len(types)} entries for {layers} layers", "give one for each")
+        raise ConfigError(
+            f"{MODEL_KEY}.layer_types",
+            f"{len(types)} entries for {layers} layers",
+            "give one for each",
+        )
     if SLIDING in types and (window or 0) < 1:
         problem = f"{shown(window)} is not positive, which {SLIDING} needs"
         remedy = f"give 1 or more and use_sliding_window: true, or no {SLIDING} layer"
@@ -197,25 +226,33 @@ def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-OUR_LAYER, HF_LAYER = "transformer.layers.{layer}.", "model.layers.{layer}."
+OUR_LAYER = "transformer.layers.{layer}."
+HF_LAYER = "model.layers.{layer}."
 
 
 def module_weights(
     our_name: str, *hf_names: str, bias: bool = True, transposed: bool = False, **attributes: Any
 ) -> Iterator[Weight]:
-    """Yield weight and bias of a norm or linear layer. Several Hugging Face modules may be one fused module here.
+    """Yield weight and bias of a norm or linear layer. Several Hugging Face modules may be one
+    fused module here.
 
     Args:
         transposed, attributes: see Weight.
     """
     for name in ("weight", "bias") if bias else ("weight",):
         names = tuple(f"{module}.{name}" for module in hf_names)
-        yield Weight(f"{our_name}.{name}", names, transposed=transposed and name == "weight", **attributes)
+        yield Weight(
+            f"{our_name}.{name}", names, transposed=transposed and name == "weight", **attributes
+        )
 
 
-def layer_weights(our_name: str, *hf_names: str, bias: bool, layers: tuple[int, ...] | None = None) -> Iterator[Weight]:
+def layer_weights(
+    our_name: str, *hf_names: str, bias: bool, layers: tuple[int, ...] | None = None
+) -> Iterator[Weight]:
     """Yield `module_weights` of every layer. Names are relative to the layer."""
-    yield from module_weights(OUR_LAYER + our_name, *(HF_LAYER + name for name in hf_names), bias=bias, layers=layers)
+    yield from module_weights(
+        OUR_LAYER + our_name, *(HF_LAYER + name for name in hf_names), bias=bias, layers=layers
+    )
 
 
 EMBEDDING = Weight("transformer.embedding.word.weight", "model.embed_tokens.weight")
@@ -231,7 +268,9 @@ def attention_weights(spec: TransformerSpec) -> Iterator[Weight]:
         for our_name, hf_name in (("query", queries), ("key", keys), ("value", values)):
             yield Weight(f"{OUR_LAYER}attention.qkv.{our_name}", f"{HF_LAYER}{hf_name}.weight")
             if spec.qkv_bias:
-                yield Weight(f"{OUR_LAYER}attention.qkv.{our_name}_bias", f"{HF_LAYER}{hf_name}.bias")
+                yield Weight(
+                    f"{OUR_LAYER}attention.qkv.{our_name}_bias", f"{HF_LAYER}{hf_name}.bias"
+                )
     if spec.query_key_norm != "none":
         yield from layer_weights("attention.query_norm", "self_attn.q_norm", bias=False)
         yield from layer_weights("attention.key_norm", "self_attn.k_norm", bias=False)
@@ -242,22 +281,40 @@ GATED_MLP = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 """The linear layers of Llama's MLP: our name → Hugging Face's."""
 
 
-def expert_weights(spec: TransformerSpec, block: str, linears: Mapping[str, tuple[str, ...]]) -> Iterator[Weight]:
-    """Yield the weights of routers and experts: files have one tensor an expert, transformers' classes stack them."""
+def expert_weights(
+    spec: TransformerSpec, block: str, linears: Mapping[str, tuple[str, ...]]
+) -> Iterator[Weight]:
+    """Yield the weights of routers and experts: files have one tensor an expert, transformers'
+    classes stack them.
+    """
     assert spec.experts is not None
-    count, layers = spec.experts.count, spec.expert_layers
+    count = spec.experts.count
+    layers = spec.expert_layers
     router = f"{OUR_LAYER}mlp.router.weight"
-    yield Weight(router, f"{HF_LAYER}{block}.gate.weight", native_name=f"{HF_LAYER}mlp.gate.weight", layers=layers)
+    yield Weight(
+        router,
+        f"{HF_LAYER}{block}.gate.weight",
+        native_name=f"{HF_LAYER}mlp.gate.weight",
+        layers=layers,
+    )
     for our_name, names in linears.items():
         experts = [f"{HF_LAYER}{block}.experts.{number}" for number in range(count)]
         matrices = tuple(f"{expert}.{name}.weight" for expert in experts for name in names)
         stacked = f"{HF_LAYER}mlp.experts.{our_name}_proj"
-        yield Weight(f"{OUR_LAYER}mlp.{our_name}.weight", matrices, experts=count, native_name=stacked, layers=layers)
+        yield Weight(
+            f"{OUR_LAYER}mlp.{our_name}.weight",
+            matrices,
+            experts=count,
+            native_name=stacked,
+            layers=layers,
+        )
     if spec.experts.shared:
         for our_name, hf_names in GATED_MLP.items():
             names = tuple(f"mlp.shared_expert.{name}" for name in hf_names)
             yield from layer_weights(f"mlp.shared.{our_name}", *names, bias=False, layers=layers)
-        yield Weight(f"{OUR_LAYER}mlp.shared.gate", f"{HF_LAYER}mlp.shared_expert_gate.weight", layers=layers)
+        yield Weight(
+            f"{OUR_LAYER}mlp.shared.gate", f"{HF_LAYER}mlp.shared_expert_gate.weight", layers=layers
+        )
 
 
 def weights(
@@ -282,7 +339,9 @@ def weights(
     listed += layer_weights("mlp_norm", "post_attention_layernorm", bias=bias)
     for our_name, hf_names in mlp.items():
         names = (f"mlp.{name}" for name in hf_names)
-        listed += layer_weights(f"mlp.{our_name}", *names, bias=spec.mlp_bias, layers=spec.dense_layers)
+        listed += layer_weights(
+            f"mlp.{our_name}", *names, bias=spec.mlp_bias, layers=spec.dense_layers
+        )
     listed += [*module_weights("transformer.final_norm", "model.norm", bias=bias), HEAD]
     if spec.experts is not None:
         listed += expert_weights(spec, block, linears)
@@ -303,5 +362,7 @@ def architecture(
         tied={"lm_head.weight": "model.embed_tokens.weight"},
         native_class=native_class,
         base_prefix="model.",
-        obsolete_tensors=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",),  # computed from the config
+        obsolete_tensors=(
+            r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+        ),  # computed from the config
     )

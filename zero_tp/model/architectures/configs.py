@@ -1,4 +1,6 @@
-"""Check Hugging Face configs, of a run's JSON or a directory's config.json, against their architecture's table."""
+"""Check Hugging Face configs, of a run's JSON or a directory's config.json, against their
+architecture's table.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ CONFIG = "config.json"
 QUANTIZATION = "quantization_config"
 _GIVE_DIRECTORY = "give a Hugging Face model directory"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-MAX_SIZE, MAX_LAYERS = 2**31 - 1, 10_000
+MAX_SIZE = 2**31 - 1
+MAX_LAYERS = 10_000
 MAX_MATRIX_ELEMENTS = 2**40
 """4 TiB in fp32."""
 
@@ -44,19 +47,25 @@ def fields_of(model_type: str) -> Fields:
 
 
 def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
-    """Return the config of a `zero_tp.model` block: `model_type` and fields of Hugging Face's config.
+    """Return the config of a `zero_tp.model` block: `model_type` and fields of Hugging Face's
+    config.
 
     A token id that the block omits is None if Hugging Face's default is outside the vocabulary.
     """
     model_type = _model_type(model)
-    rules, config_class = fields_of(model_type), cast(Any, CONFIG_MAPPING[model_type])
+    rules = fields_of(model_type)
+    config_class = cast(Any, CONFIG_MAPPING[model_type])
     written = {name: value for name, value in model.items() if name != "model_type"}
-    fields = validate(_pydantic_model(config_class, rules), written, MODEL_KEY).model_dump(exclude_unset=True)
+    fields = validate(_pydantic_model(config_class, rules), written, MODEL_KEY).model_dump(
+        exclude_unset=True
+    )
     aliases: dict[str, str] = config_class.attribute_map
     _check_aliases(fields, aliases)
     _check_sizes(fields, aliases)
     with _errors_by_written_name(fields, aliases):
-        rules.check({aliases.get(name, name): value for name, value in fields.items() if value is not None})
+        rules.check(
+            {aliases.get(name, name): value for name, value in fields.items() if value is not None}
+        )
     vocabulary: int = fields.get("vocab_size", config_class.vocab_size)
     for name in TOKEN_IDS:
         default = getattr(config_class, name)
@@ -65,9 +74,17 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
     _check_token_ids(fields, vocabulary)
     try:
         config: PretrainedConfig = config_class(**fields)
-    except (ValueError, TypeError, KeyError, ZeroDivisionError, StrictDataclassError) as error:  # its own checks
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        ZeroDivisionError,
+        StrictDataclassError,
+    ) as error:  # its own checks
         why = " ".join(str(error).split())
-        causes = [name for name in fields if re.search(rf"\b({name}|{name.replace('_', ' ')})\b", why)]
+        causes = [
+            name for name in fields if re.search(rf"\b({name}|{name.replace('_', ' ')})\b", why)
+        ]
         if "rope_parameters" in why:
             causes = causes or [name for name in ROPE if name in fields]  # its older names
         key = f"{MODEL_KEY}.{causes[-1]}" if causes else MODEL_KEY
@@ -79,7 +96,11 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
         spec = architectures.architecture_of(config).spec(config, MODEL_KEY)
         # Gate and up projections of a layer's experts are one parameter.
         experts = 0 if spec.experts is None else 2 * spec.experts.count * spec.experts.size
-        embeddings = (spec.vocabulary, spec.token_types, spec.positions if spec.position == "learned" else 0)
+        embeddings = (
+            spec.vocabulary,
+            spec.token_types,
+            spec.positions if spec.position == "learned" else 0,
+        )
         rows = max(*embeddings, spec.mlp_size, 3 * spec.heads * spec.head_size, experts)
         if rows * spec.hidden > MAX_MATRIX_ELEMENTS:
             problem = f"a matrix of {rows} × {spec.hidden} is larger than any that is trained"
@@ -88,13 +109,26 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
 
 
 def _check_sizes(fields: dict[str, Any], aliases: dict[str, str]) -> None:
-    """Refuse sizes for which building the config or its table would exhaust memory before other checks run."""
-    counts = {"num_hidden_layers", aliases.get("num_hidden_layers"), "num_experts", "num_local_experts"}
+    """Refuse sizes for which building the config or its table would exhaust memory before other
+    checks run.
+    """
+    counts = {
+        "num_hidden_layers",
+        aliases.get("num_hidden_layers"),
+        "num_experts",
+        "num_local_experts",
+    }
     for name, value in fields.items():
         most = MAX_LAYERS if name in counts else MAX_SIZE
         if isinstance(value, int) and abs(value) > most:
-            reason = "each one is built separately" if name in counts else "sizes and token ids are counted in 32 bits"
-            raise ConfigError(f"{MODEL_KEY}.{name}", f"{value} is more than {most}: {reason}", "use a smaller one")
+            reason = (
+                "each one is built separately"
+                if name in counts
+                else "sizes and token ids are counted in 32 bits"
+            )
+            raise ConfigError(
+                f"{MODEL_KEY}.{name}", f"{value} is more than {most}: {reason}", "use a smaller one"
+            )
 
 
 def config_from_directory(directory: Path, key: str = "", **changes: Any) -> PretrainedConfig:
@@ -110,10 +144,10 @@ def config_from_directory(directory: Path, key: str = "", **changes: Any) -> Pre
 def config_from_json(raw: dict[str, Any], directory: Path, **changes: Any) -> PretrainedConfig:
     """Return the config of the content of a config.json.
 
-    An unknown field is refused if transformers' model might read it, and otherwise left out, as transformers
-    ignores it (`describe_ignored_fields`). A token id outside the vocabulary becomes None: it is a
-    default that transformers' class wrote. If the embedding has a padding row, a negative padding id counts from the
-    end of the vocabulary.
+    An unknown field is refused if transformers' model might read it, and otherwise left out, as
+    transformers ignores it (`describe_ignored_fields`). A token id outside the vocabulary becomes
+    None: it is a default that transformers' class wrote. If the embedding has a padding row, a
+    negative padding id counts from the end of the vocabulary.
 
     Args:
         directory: for error messages.
@@ -127,7 +161,11 @@ def config_from_json(raw: dict[str, Any], directory: Path, **changes: Any) -> Pr
         vocabulary = fields.get("vocab_size")
         for name in TOKEN_IDS:
             value = fields.get(name)
-            if not isinstance(value, int) or not isinstance(vocabulary, int) or 0 <= value < vocabulary:
+            if (
+                not isinstance(value, int)
+                or not isinstance(vocabulary, int)
+                or 0 <= value < vocabulary
+            ):
                 continue
             # transformers gives a padding row to a negative id too, as torch counts from the end.
             has_row = name == "pad_token_id" and name in rules.read and -vocabulary <= value < 0
@@ -166,7 +204,9 @@ def read_config_json(directory: Path, key: str = "") -> dict[str, Any]:
 def refuse_quantized(raw: dict[str, Any], directory: Path) -> None:
     """Raise a ConfigError if the weights beside a config.json are quantized."""
     if raw.get(QUANTIZATION) is not None:
-        raise ConfigError(f"{directory / CONFIG}: {QUANTIZATION}", "quantized weights", "give whole ones")
+        raise ConfigError(
+            f"{directory / CONFIG}: {QUANTIZATION}", "quantized weights", "give whole ones"
+        )
 
 
 def check_numbers(config: PretrainedConfig, path: Path) -> None:
@@ -183,7 +223,9 @@ def check_numbers(config: PretrainedConfig, path: Path) -> None:
         check_rope_values(getattr(config.get_text_config(), "rope_parameters", None) or {})
     except ConfigError as error:
         name = error.key.removeprefix(f"{MODEL_KEY}.")
-        raise ConfigError(f"{path}: {name}", error.problem, "give another model, or mend the file") from None
+        raise ConfigError(
+            f"{path}: {name}", error.problem, "give another model, or mend the file"
+        ) from None
 
 
 def check_unchanged(directory: Path, config: PretrainedConfig, saved: dict[str, Any]) -> None:
@@ -195,16 +237,22 @@ def check_unchanged(directory: Path, config: PretrainedConfig, saved: dict[str, 
     """
     rules = fields_of(config.model_type)
     for name in (*inspect.get_annotations(type(config)), *rules.undeclared):
-        value, before = getattr(config, name, None), saved.get(name)
+        value = getattr(config, name, None)
+        before = saved.get(name)
         # The data's tokenizer decides the token ids.
         if name not in TOKEN_IDS and name not in rules.irrelevant and value != before:
-            key, remedy = f"{MODEL_KEY}.from_pretrained", "restore that value, or give another --output-dir"
-            problem = f"{name} in {directory} is {shown(value)}, but the run was started with {shown(before)}"
+            key = f"{MODEL_KEY}.from_pretrained"
+            remedy = "restore that value, or give another --output-dir"
+            problem = (
+                f"{name} in {directory} is {shown(value)}, but the run was started with "
+                f"{shown(before)}"
+            )
             raise ConfigError(key, problem, remedy)
 
 
 def _model_type(model: dict[str, Any]) -> str:
-    supported, key = list(architectures.ARCHITECTURES), f"{MODEL_KEY}.model_type"
+    supported = list(architectures.ARCHITECTURES)
+    key = f"{MODEL_KEY}.model_type"
     listed = f"supported: {', '.join(supported)}"
     if "model_type" not in model:
         raise ConfigError(key, "required, but not given", listed)
@@ -227,21 +275,33 @@ def _declared_fields(raw: dict[str, Any], config_class: Any, rules: Fields) -> d
     for name in _unknown_fields(raw, config_class, rules):
         if may_read(config_class.model_type, name):
             problem = f"{shown(raw[name])} is no field of {config_class.__name__}"
-            raise ConfigError(f"{MODEL_KEY}.{name}", problem, "remove it from the file if it changes nothing")
+            raise ConfigError(
+                f"{MODEL_KEY}.{name}", problem, "remove it from the file if it changes nothing"
+            )
     return {name: raw[name] for name in raw if name in declared}
 
 
 def _unknown_fields(raw: dict[str, Any], config_class: Any, rules: Fields) -> list[str]:
-    """Return the names in a config.json that neither the model_type nor a list of known fields has."""
+    """Return the names in a config.json that neither the model_type nor a list of known fields
+    has.
+    """
     # Old files also hold generation settings, which transformers removes.
     generation_fields = GenerationConfig._get_default_generation_params()
-    known = {*IRRELEVANT_IN_EVERY_CONFIG, *FIXED_IN_EVERY_CONFIG, *rules.fixed, *rules.irrelevant, *generation_fields}
+    known = {
+        *IRRELEVANT_IN_EVERY_CONFIG,
+        *FIXED_IN_EVERY_CONFIG,
+        *rules.fixed,
+        *rules.irrelevant,
+        *generation_fields,
+    }
     known |= _pydantic_model(config_class, rules).model_fields.keys()
     return [name for name in raw if name not in known]
 
 
 def describe_ignored_fields(directory: Path) -> list[str]:
-    """Return a line that names the fields of a config.json that transformers' class ignores, as we do; or none."""
+    """Return a line that names the fields of a config.json that transformers' class ignores, as
+    we do; or none.
+    """
     raw = read_config_json(directory)
     model_type = _model_type(raw)
     names = _unknown_fields(raw, CONFIG_MAPPING[model_type], fields_of(model_type))
@@ -250,16 +310,27 @@ def describe_ignored_fields(directory: Path) -> list[str]:
     if not names:
         return []
     verb = "changes" if len(names) == 1 else "change"
-    return [f"{directory / CONFIG}: {', '.join(names)} {verb} nothing: transformers' {model_type} ignores it"]
+    return [
+        f"{directory / CONFIG}: {', '.join(names)} {verb} nothing: transformers' {model_type} "
+        "ignores it"
+    ]
 
 
 def _pydantic_model(config_class: Any, rules: Fields) -> type[BaseModel]:
-    """Return a pydantic model of a config class's fields: declared ones under both names, and `rules.undeclared`."""
+    """Return a pydantic model of a config class's fields: declared ones under both names, and
+    `rules.undeclared`.
+    """
     hints = inspect.get_annotations(config_class, eval_str=True)
-    hints |= {alias: hints[name] for alias, name in config_class.attribute_map.items() if name in hints}
+    hints |= {
+        alias: hints[name] for alias, name in config_class.attribute_map.items() if name in hints
+    }
     if "rope_parameters" in hints:
-        hints["rope_parameters"] = dict[str, Any] | None  # pydantic rejects its TypedDict before Python 3.12
-    fields: dict[str, Any] = {name: (hint, None) for name, hint in {**hints, **rules.undeclared}.items()}
+        hints["rope_parameters"] = (
+            dict[str, Any] | None
+        )  # pydantic rejects its TypedDict before Python 3.12
+    fields: dict[str, Any] = {
+        name: (hint, None) for name, hint in {**hints, **rules.undeclared}.items()
+    }
     return create_model("Fields", __base__=ConfigModel, **fields)
 
 
@@ -276,15 +347,23 @@ def _check_token_ids(fields: dict[str, Any], vocabulary: int) -> None:
         for token in value if isinstance(value, list) else [value]:
             if token is not None and not 0 <= token < vocabulary:
                 remedy = f"give an id from 0 to {vocabulary - 1}, or null"
-                raise ConfigError(f"{MODEL_KEY}.{name}", f"{token} is outside the vocabulary of {vocabulary}", remedy)
+                raise ConfigError(
+                    f"{MODEL_KEY}.{name}",
+                    f"{token} is outside the vocabulary of {vocabulary}",
+                    remedy,
+                )
 
 
 @contextlib.contextmanager
 def _errors_by_written_name(fields: dict[str, Any], aliases: dict[str, str]) -> Iterator[None]:
-    """Raise errors with a field's name as the file has it: `hidden_size`, or the architecture's own `n_embd`."""
+    """Raise errors with a field's name as the file has it: `hidden_size`, or the architecture's
+    own `n_embd`.
+    """
     try:
         yield
     except ConfigError as error:
         own = error.key.removeprefix(f"{MODEL_KEY}.")
-        name = next((alias for alias, target in aliases.items() if target == own and alias in fields), own)
+        name = next(
+            (alias for alias, target in aliases.items() if target == own and alias in fields), own
+        )
         raise ConfigError(f"{MODEL_KEY}.{name}", error.problem, error.remedy) from None

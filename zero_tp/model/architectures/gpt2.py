@@ -5,7 +5,12 @@ from __future__ import annotations
 from transformers import PretrainedConfig
 
 from zero_tp.model.architectures import common
-from zero_tp.model.architectures.fields import FIXED_IN_DECODERS, IRRELEVANT_IN_DECODERS, UNTRAINED_HEAD, Fields
+from zero_tp.model.architectures.fields import (
+    FIXED_IN_DECODERS,
+    IRRELEVANT_IN_DECODERS,
+    UNTRAINED_HEAD,
+    Fields,
+)
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.architectures.table import Architecture, Weight
 
@@ -49,7 +54,9 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
         padding_token=None,
         word_token_types=True,
         residual_std=config.initializer_range / (2 * config.n_layer) ** 0.5,
-        dropouts=common.dropouts(config, embedding="embd_pdrop", residual="resid_pdrop", attention="attn_pdrop"),
+        dropouts=common.dropouts(
+            config, embedding="embd_pdrop", residual="resid_pdrop", attention="attn_pdrop"
+        ),
     )
 
 
@@ -69,7 +76,11 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
     ):
         names = common.OUR_LAYER + our_name, "transformer.h.{layer}." + hf_name
         listed += common.module_weights(*names, transposed=transposed)
-    return (*listed, *common.module_weights("transformer.final_norm", "transformer.ln_f"), common.HEAD)
+    return (
+        *listed,
+        *common.module_weights("transformer.final_norm", "transformer.ln_f"),
+        common.HEAD,
+    )
 
 
 ARCHITECTURE = Architecture(

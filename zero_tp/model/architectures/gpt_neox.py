@@ -17,7 +17,9 @@ FIELDS = common.fields(
     irrelevant={
         "pad_token_id": "the class has no padding row",
         "classifier_dropout": UNTRAINED_HEAD,
-        **dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob"), "the class has no such dropout"),
+        **dict.fromkeys(
+            ("attention_probs_dropout_prob", "hidden_dropout_prob"), "the class has no such dropout"
+        ),
     },
     undeclared={"rotary_pct": float, "rotary_emb_base": float},
 )
@@ -35,7 +37,10 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
         mlp_bias=True,
         padding_token=None,
         dropouts=common.dropouts(
-            config, embedding="hidden_dropout", residual="hidden_dropout", attention="attention_dropout"
+            config,
+            embedding="hidden_dropout",
+            residual="hidden_dropout",
+            attention="attention_dropout",
         ),
     )
 
@@ -53,7 +58,11 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
     ):
         names = common.OUR_LAYER + our_name, "gpt_neox.layers.{layer}." + hf_name
         listed += common.module_weights(*names, bias=bias, heads=heads)
-    return (*listed, *common.module_weights("transformer.final_norm", "gpt_neox.final_layer_norm"), common.HEAD)
+    return (
+        *listed,
+        *common.module_weights("transformer.final_norm", "gpt_neox.final_layer_norm"),
+        common.HEAD,
+    )
 
 
 ARCHITECTURE = Architecture(
@@ -65,5 +74,8 @@ ARCHITECTURE = Architecture(
     base_prefix="gpt_neox.",
     file_names={"lm_head.weight": "embed_out.weight"},
     # The causal mask, its value, and the frequencies, computed from the config.
-    obsolete_tensors=(r"layers\.\d+\.attention\.(masked_)?bias", r"(layers\.\d+\.attention\.)?rotary_emb\.inv_freq"),
+    obsolete_tensors=(
+        r"layers\.\d+\.attention\.(masked_)?bias",
+        r"(layers\.\d+\.attention\.)?rotary_emb\.inv_freq",
+    ),
 )

@@ -7,8 +7,18 @@ from functools import partial
 from zero_tp.model.architectures import common
 
 FIELDS = common.fields(
-    sizes=("num_key_value_heads", "head_dim", "sliding_window", "num_experts_per_tok", "num_local_experts"),
+    sizes=(
+        "num_key_value_heads",
+        "head_dim",
+        "sliding_window",
+        "num_experts_per_tok",
+        "num_local_experts",
+    ),
     read=("pad_token_id", "output_router_logits", "router_aux_loss_coef"),
 )
-WEIGHTS = partial(common.weights, block="block_sparse_moe", linears={"gate_up": ("w1", "w3"), "down": ("w2",)})
-ARCHITECTURE = common.architecture(FIELDS, partial(common.spec, mlp="experts"), "MixtralForCausalLM", WEIGHTS)
+WEIGHTS = partial(
+    common.weights, block="block_sparse_moe", linears={"gate_up": ("w1", "w3"), "down": ("w2",)}
+)
+ARCHITECTURE = common.architecture(
+    FIELDS, partial(common.spec, mlp="experts"), "MixtralForCausalLM", WEIGHTS
+)

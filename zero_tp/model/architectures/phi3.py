@@ -1,4 +1,6 @@
-"""phi3 is Hugging Face's Phi3ForCausalLM (Phi-3, Phi-4), whose Q, K and V are one weight, as gate and up are."""
+"""phi3 is Hugging Face's Phi3ForCausalLM (Phi-3, Phi-4), whose Q, K and V are one weight, as
+gate and up are.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
         parts = {"query": spec.heads, "key": spec.kv_heads, "value": spec.kv_heads}
         ends = list(accumulate(heads * spec.head_size for heads in parts.values()))
         attention = [
-            replace(attention[0], our_name=f"{common.OUR_LAYER}attention.qkv.{our_name}", rows=(start, end, ends[-1]))
+            replace(
+                attention[0],
+                our_name=f"{common.OUR_LAYER}attention.qkv.{our_name}",
+                rows=(start, end, ends[-1]),
+            )
             for our_name, start, end in zip(parts, (0, *ends), ends, strict=False)
         ]
     attention += common.layer_weights("attention.output", "self_attn.o_proj", bias=False)

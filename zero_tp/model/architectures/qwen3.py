@@ -11,4 +11,6 @@ FIELDS = common.fields(
     choices={"layer_types": (common.FULL, common.SLIDING)},
     read=("pad_token_id", "attention_bias", "use_sliding_window", "max_window_layers"),
 )
-ARCHITECTURE = common.architecture(FIELDS, partial(common.spec, query_key_norm="heads"), "Qwen3ForCausalLM")
+ARCHITECTURE = common.architecture(
+    FIELDS, partial(common.spec, query_key_norm="heads"), "Qwen3ForCausalLM"
+)

@@ -58,7 +58,8 @@ _LEGACY_ROPE_NAMES = {
 
 
 def rotary(config: PretrainedConfig, head_size: int, *, partial_rotary: bool = False) -> Rotary:
-    """Return the rotary positions of the config's `rope_parameters`, computed by transformers' own functions.
+    """Return the rotary positions of the config's `rope_parameters`, computed by transformers' own
+    functions.
 
     Args:
         partial_rotary: the architecture supports `partial_rotary_factor`.
@@ -76,7 +77,9 @@ def rotary(config: PretrainedConfig, head_size: int, *, partial_rotary: bool = F
         """Compute on the host, whose rounding is the same everywhere; a device keeps its copy."""
         if kind == "default":
             base = parameters["rope_theta"]
-            return (1.0 / (base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim))).to(device), 1.0
+            return (
+                1.0 / (base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim))
+            ).to(device), 1.0
         # transformers passes a tensor, which rounds differently from an int.
         seq_len = None if length is None else torch.tensor(length)
         inverse, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=seq_len)
@@ -87,10 +90,13 @@ def rotary(config: PretrainedConfig, head_size: int, *, partial_rotary: bool = F
         return cached_frequencies(length if scaled_by_length else None, device)
 
     try:
-        # Uncached: models are built inside `deepspeed.zero.Init`, which rounds new tensors to the model's dtype.
+        # Uncached: models are built inside `deepspeed.zero.Init`, which rounds new tensors to the
+        # model's dtype.
         cached_frequencies.__wrapped__(None, torch.device("cpu"))
     except (ArithmeticError, ValueError, RuntimeError) as error:
-        raise _rope_error("", f"{shown(kind)} has no frequencies with these values ({error})", "change them") from error
+        raise _rope_error(
+            "", f"{shown(kind)} has no frequencies with these values ({error})", "change them"
+        ) from error
     size = 2 * ((rotary_dim + 1) // 2)  # features rotate in pairs
     return Rotary(frequencies, size, by_length=kind == "dynamic")
 
@@ -98,10 +104,14 @@ def rotary(config: PretrainedConfig, head_size: int, *, partial_rotary: bool = F
 def _rope_type(parameters: Mapping[str, Any]) -> str:
     kind = parameters.get("rope_type", "default")
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
-        raise _rope_error("rope_type", f"{shown(kind)} is not supported", f"one of {', '.join(ROPE_KEYS)}")
+        raise _rope_error(
+            "rope_type", f"{shown(kind)} is not supported", f"one of {', '.join(ROPE_KEYS)}"
+        )
     other = parameters.get("type", kind)
     if other != kind:
-        raise _rope_error("type", f"{shown(other)} and rope_type {shown(kind)} disagree", "keep one of them")
+        raise _rope_error(
+            "type", f"{shown(other)} and rope_type {shown(kind)} disagree", "keep one of them"
+        )
     return kind
 
 
@@ -117,17 +127,27 @@ def _check_values(parameters: Mapping[str, Any], kind: str) -> None:
             _check_positive(name, value, f"give one, which {shown(kind)} needs")
         elif name == "truncate":
             if not isinstance(value, bool | None):
-                raise _rope_error(name, f"{shown(value)} is neither true nor false", "leave it out for the default")
+                raise _rope_error(
+                    name,
+                    f"{shown(value)} is neither true nor false",
+                    "leave it out for the default",
+                )
         elif value is not None:
             _check_positive(name, value, "leave it out for the default")
     _check_positive("rope_theta", parameters.get("rope_theta"), "give one, such as 10000.0")
 
 
-def _rotary_dim(config: PretrainedConfig, parameters: Mapping[str, Any], head_size: int, partial_rotary: bool) -> int:
+def _rotary_dim(
+    config: PretrainedConfig, parameters: Mapping[str, Any], head_size: int, partial_rotary: bool
+) -> int:
     """Return the number of features of a head that rotate."""
     share = parameters.get("partial_rotary_factor", 1.0)
     if not _is_positive(share) or share > 1:
-        raise _rope_error("partial_rotary_factor", f"{shown(share)} is not a number above 0 and up to 1", "give one")
+        raise _rope_error(
+            "partial_rotary_factor",
+            f"{shown(share)} is not a number above 0 and up to 1",
+            "give one",
+        )
     if share != 1.0 and not partial_rotary:
         problem = f"{share} is refused: {config.model_type} rotates whole heads"
         raise _rope_error("partial_rotary_factor", problem, "leave it out")
@@ -136,7 +156,11 @@ def _rotary_dim(config: PretrainedConfig, parameters: Mapping[str, Any], head_si
         problem = f"{share} of a head of {head_size} features rotates {rotary_dim}"
         raise _rope_error("partial_rotary_factor", problem, "give a larger one")
     if rotary_dim % 2 and rotary_dim == head_size:
-        raise _rope_error("", f"heads of {head_size} features cannot be rotated in pairs", "give an even head size")
+        raise _rope_error(
+            "",
+            f"heads of {head_size} features cannot be rotated in pairs",
+            "give an even head size",
+        )
     return rotary_dim
 
 
@@ -144,7 +168,9 @@ def check_rope_values(parameters: Mapping[str, Any]) -> None:
     """Check the numbers of any model's `rope_parameters`, which may be nested by type of layer."""
     kind = parameters.get("rope_type", "")
     if not isinstance(kind, str):
-        raise _rope_error("rope_type", f"{shown(kind)} is not a name", f"one of {', '.join(ROPE_KEYS)}")
+        raise _rope_error(
+            "rope_type", f"{shown(kind)} is not a name", f"one of {', '.join(ROPE_KEYS)}"
+        )
     for name, value in parameters.items():
         if isinstance(value, Mapping):
             check_rope_values(value)
@@ -153,7 +179,9 @@ def check_rope_values(parameters: Mapping[str, Any]) -> None:
 
 
 def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> None:
-    """Check that the config class kept every rotary parameter of a file, under its old or new name."""
+    """Check that the config class kept every rotary parameter of a file, under its old or new
+    name.
+    """
     for name, value in written.items():
         is_old = name in _LEGACY_ROPE_NAMES
         values = {_LEGACY_ROPE_NAMES[name]: value} if is_old else value if name in ROPE else None
@@ -161,12 +189,18 @@ def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> No
             actual = config.rope_parameters.get(part)
             if actual != expected:
                 key = name if is_old else f"{name}.{part}"
-                problem = f"{shown(expected)}, but {type(config).__name__} takes {part} {shown(actual)}"
-                raise ConfigError(f"{MODEL_KEY}.{key}", problem, f"give it as rope_parameters.{part} alone")
+                problem = (
+                    f"{shown(expected)}, but {type(config).__name__} takes {part} {shown(actual)}"
+                )
+                raise ConfigError(
+                    f"{MODEL_KEY}.{key}", problem, f"give it as rope_parameters.{part} alone"
+                )
 
 
 def _rope_error(name: str, problem: str, remedy: str) -> ConfigError:
-    return ConfigError(f"{MODEL_KEY}.rope_parameters" + (f".{name}" if name else ""), problem, remedy)
+    return ConfigError(
+        f"{MODEL_KEY}.rope_parameters" + (f".{name}" if name else ""), problem, remedy
+    )
 
 
 def _check_positive(name: str, value: Any, remedy: str) -> None:

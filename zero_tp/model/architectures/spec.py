@@ -17,7 +17,9 @@ MLP_MATRICES = {"mlp": 2, "gated": 3, "experts": 3}
 
 @dataclass(frozen=True)
 class Dropouts:
-    """Dropout probabilities: after the embedding, at the end of each residual branch, on the attention weights."""
+    """Dropout probabilities: after the embedding, at the end of each residual branch, on the
+    attention weights.
+    """
 
     embedding: float = 0.0
     residual: float = 0.0
@@ -29,8 +31,8 @@ class Rotary:
     """Rotary positions turn queries and keys (RoFormer, arXiv 2104.09864, section 3.4).
 
     Attributes:
-        frequencies: (length of the sequence so far, device) → (radians per position, fp32 [size / 2], factor of cosine
-            and sine).
+        frequencies: (length of the sequence so far, device) → (radians per position, fp32 [size /
+            2], factor of cosine and sine).
         size: number of features that rotate, the first ones of each head.
         by_length: the frequencies depend on the sequence length (dynamic scaling).
     """
@@ -61,30 +63,38 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class TransformerSpec:
-    """The choices that define one transformer. Tables in models/ (NORMS, LAYERS, MLPS) map the names to classes.
+    """The choices that define one transformer. Tables in models/ (NORMS, LAYERS, MLPS) map the
+    names to classes.
 
     Attributes:
-        hidden, layers, heads, kv_heads, head_size, mlp_size, vocabulary: sizes (h, L, a, k, d, 4h, v); each of k pairs
+        hidden, layers, heads, kv_heads, head_size, mlp_size, vocabulary: sizes (h, L, a, k, d, 4h,
+        v); each of k pairs
             of keys and values serves a/k heads (arXiv 2305.13245).
         positions: longest sequence that the model was designed for; learned positions end there.
         norm, layer: names in the tables NORMS, LAYERS. mlps: a name in MLPS for each layer.
         position: "learned" or "rotary".
-        experts: settings of the layers whose MLP is "experts"; `mlp_size` is the width of dense MLPs.
+        experts: settings of the layers whose MLP is "experts"; `mlp_size` is the width of dense
+            MLPs.
         rotary: settings of the position "rotary".
         activation: the MLP's elementwise function.
         qkv_bias, output_bias, mlp_bias: which linear layers have biases.
-        query_key_norm: a norm of queries and keys, over each head's d features ("heads") or all heads' ("whole").
+        query_key_norm: a norm of queries and keys, over each head's d features ("heads") or all
+            heads' ("whole").
         clip: queries, keys and values are limited to [-clip, clip].
-        windows: for each layer, the number of tokens that a token attends to, itself included; None: no limit.
-        causal: a token attends only to earlier tokens, and the model has a language-model head. Otherwise it attends to
-            its whole row, and the model has the heads of masked pretraining (model/head.py).
+        windows: for each layer, the number of tokens that a token attends to, itself included;
+            None: no limit.
+        causal: a token attends only to earlier tokens, and the model has a language-model head.
+            Otherwise it attends to its whole row, and the model has the heads of masked pretraining
+            (model/head.py).
         sentence_head: the encoder has a pooler and a sentence head.
         token_types: rows of the token type embedding; 0 means none.
         word_token_types: token types are token ids, and the word embedding has their vectors.
         embedding_norm: a norm follows the sum of the embeddings.
         tied: whether the output layer is the word embedding.
-        padding_token: its row of the word embedding starts as zeros and gets no gradient from the look-up.
-        init_std: standard deviation of initial weights. residual_std: that of the weights that end a residual branch.
+        padding_token: its row of the word embedding starts as zeros and gets no gradient from the
+            look-up.
+        init_std: standard deviation of initial weights. residual_std: that of the weights that end
+            a residual branch.
     """
 
     hidden: int
@@ -126,7 +136,9 @@ class TransformerSpec:
         """Return the number of matrices of one MLP, or of one expert (`MLP_MATRICES`)."""
         for name in self.mlps:
             if name not in MLP_MATRICES:
-                raise ValueError(f"the MLP {name!r} has no number of matrices; add it to MLP_MATRICES")
+                raise ValueError(
+                    f"the MLP {name!r} has no number of matrices; add it to MLP_MATRICES"
+                )
         numbers = {MLP_MATRICES[name] for name in self.mlps}
         if len(numbers) != 1:
             raise ValueError(f"MLPs of {self.mlps} have different numbers of matrices")
@@ -144,7 +156,8 @@ class TransformerSpec:
     @property
     def active_width(self) -> float:
         """Return the width of all MLPs that compute a token in a layer, a mean over layers."""
-        experts, dense = self.experts, len(self.dense_layers) * self.mlp_size
+        experts = self.experts
+        dense = len(self.dense_layers) * self.mlp_size
         chosen = 0 if experts is None else experts.per_token * experts.size + experts.shared
         return (dense + len(self.expert_layers) * chosen) / self.layers
 
@@ -157,11 +170,15 @@ class TransformerSpec:
         return len(self.expert_layers) * self.mlp_matrices * self.hidden * idle
 
     def check(self, tensor: int) -> None:
-        """Check that TP can split the model. KV heads need not be a multiple of `tensor` (model/qkv.py)."""
+        """Check that TP can split the model. KV heads need not be a multiple of `tensor`
+        (model/qkv.py).
+        """
         sizes = {"heads": self.heads, "MLP width": self.mlp_size if self.dense_layers else 0}
         if self.experts is not None:
             sizes |= {"expert width": self.experts.size, "shared expert width": self.experts.shared}
         for name, size in sizes.items():
             if size % tensor:
                 mismatch = f"{name} {size} ≠ tensor {tensor} × {size / tensor:.4g} a rank"
-                raise ConfigError("zero_tp.parallel.tensor", mismatch, f"use a tensor degree that divides {size}")
+                raise ConfigError(
+                    "zero_tp.parallel.tensor", mismatch, f"use a tensor degree that divides {size}"
+                )

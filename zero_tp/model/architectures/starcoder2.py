@@ -1,4 +1,6 @@
-"""starcoder2 is Hugging Face's Starcoder2ForCausalLM (StarCoder 2), with LayerNorm, plain MLPs, all biases."""
+"""starcoder2 is Hugging Face's Starcoder2ForCausalLM (StarCoder 2), with LayerNorm, plain MLPs,
+all biases.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
         attention_bias=config.use_bias,
         mlp_bias=config.use_bias,
         dropouts=common.dropouts(
-            config, embedding="embedding_dropout", residual="residual_dropout", attention="attention_dropout"
+            config,
+            embedding="embedding_dropout",
+            residual="residual_dropout",
+            attention="attention_dropout",
         ),
     )
 

@@ -23,13 +23,16 @@ class Weight:
 
     Attributes:
         our_name: its name in our model.
-        hf_name: its name in the Hugging Face class; several if our parameter concatenates tensors of equal size.
+        hf_name: its name in the Hugging Face class; several if our parameter concatenates tensors
+            of equal size.
         transposed: Hugging Face stores [in, out] (Conv1D).
-        heads: Hugging Face interleaves Q, K and V by head, [heads, 3, d, …], where our parameter is [3, heads, d, …].
+        heads: Hugging Face interleaves Q, K and V by head, [heads, 3, d, …], where our parameter is
+            [3, heads, d, …].
         rows: (start, stop, total): our parameter is rows [start, stop) of a tensor of `total` rows.
-        experts: our parameter stacks this number of matrices, [experts, out, in]; `hf_name` lists them by expert.
-        native_name: its name in transformers' class if files differ; `hf_name` is then the name in files. The class
-            stacks experts as we do; files have one tensor for each.
+        experts: our parameter stacks this number of matrices, [experts, out, in]; `hf_name` lists
+            them by expert.
+        native_name: its name in transformers' class if files differ; `hf_name` is then the name in
+            files. The class stacks experts as we do; files have one tensor for each.
         layers: numbers of the layers that have it; None: all.
     """
 
@@ -49,7 +52,12 @@ class Weight:
     def for_layer(self, number: int) -> Weight:
         hf_names = tuple(name.format(layer=number) for name in self.names)
         native_name = self.native_name and self.native_name.format(layer=number)
-        return replace(self, our_name=self.our_name.format(layer=number), hf_name=hf_names, native_name=native_name)
+        return replace(
+            self,
+            our_name=self.our_name.format(layer=number),
+            hf_name=hf_names,
+            native_name=native_name,
+        )
 
     def as_rows(self, whole: Tensor) -> Tensor:
         """Return our parameter as the rows of all its matrices, a view. [E, o, i] → [E·o, i]"""
@@ -61,7 +69,10 @@ class Weight:
             return [self]
         parts = len(self.names) // self.experts
         starts = range(0, len(self.names), parts)
-        return [replace(self, hf_name=self.names[start : start + parts], experts=None) for start in starts]
+        return [
+            replace(self, hf_name=self.names[start : start + parts], experts=None)
+            for start in starts
+        ]
 
     def spans(self, rows: int) -> dict[str, Spans]:
         """Return Hugging Face's name → the map between our parameter's rows and the tensor's.
@@ -94,8 +105,14 @@ class Weight:
 
     def from_hf(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return our whole parameter from Hugging Face's tensors."""
-        oriented = {name: tensors[name].t() if self.transposed else tensors[name] for name in self.names}
-        rows = self.rows[1] - self.rows[0] if self.rows else sum(tensor.shape[0] for tensor in oriented.values())
+        oriented = {
+            name: tensors[name].t() if self.transposed else tensors[name] for name in self.names
+        }
+        rows = (
+            self.rows[1] - self.rows[0]
+            if self.rows
+            else sum(tensor.shape[0] for tensor in oriented.values())
+        )
         maps = self.spans(rows).items()
         parts = [oriented[name][span.local] for name, spans in maps for span in spans]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -126,7 +143,9 @@ def to_hf(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[str,
 
 
 def file_tensors(weights: Iterable[Weight], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a transformers class as files name them. Stacked experts become one view each."""
+    """Return the tensors of a transformers class as files name them. Stacked experts become one
+    view each.
+    """
     stored = dict(tensors)
     for weight in weights:
         if weight.native_name in stored:
@@ -141,15 +160,18 @@ class Architecture:
 
     Attributes:
         fields: treatment of the Hugging Face config's fields.
-        translate: Hugging Face config → TransformerSpec; raises UserError for anything it cannot compute exactly.
+        translate: Hugging Face config → TransformerSpec; raises UserError for anything it cannot
+            compute exactly.
         weights: spec → every parameter; a name with `{layer}` stands for one parameter per layer.
         tied: Hugging Face names that alias another when the embeddings are tied, {alias: source}.
         native_class: name of the transformers class that opens an export.
         masked_lm_class: name of an encoder's class without a sentence head; None for decoders.
         file_names: of tensors that files name differently, {name in the class: name in files}.
         base_prefix: prefix of names in the class with a head; files of the bare model lack it.
-        obsolete_tensors: patterns of buffers that older versions saved, without the prefix. They are ignored.
-        optional_heads: head → pattern of its tensors. Files may lack it; it is then initialised from the seed.
+        obsolete_tensors: patterns of buffers that older versions saved, without the prefix. They
+            are ignored.
+        optional_heads: head → pattern of its tensors. Files may lack it; it is then initialised
+            from the seed.
         obsolete_suffixes: suffix of tensor names in old files → suffix in the class.
     """
 
@@ -181,7 +203,9 @@ class Architecture:
             return self.translate(config)
         except ConfigError as error:
             name = error.key.removeprefix(f"{MODEL_KEY}.")
-            raise ConfigError(f"{key or type(config).__name__}.{name}", error.problem, error.remedy) from None
+            raise ConfigError(
+                f"{key or type(config).__name__}.{name}", error.problem, error.remedy
+            ) from None
 
     def weights_of(self, spec: TransformerSpec) -> Iterator[Weight]:
         """Yield every parameter of a model of this spec, with its layer's number filled in."""

@@ -1,4 +1,6 @@
-"""PreTrainedModels with Hugging Face's own configs, for transformers' Trainer, accelerate and `generate`."""
+"""PreTrainedModels with Hugging Face's own configs, for transformers' Trainer, accelerate and
+`generate`.
+"""
 
 from zero_tp.model.huggingface.for_causal_lm import ZeroTPForCausalLM
 from zero_tp.model.huggingface.for_pretraining import ZeroTPForPreTraining

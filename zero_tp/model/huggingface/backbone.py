@@ -1,4 +1,6 @@
-"""Hidden states of an unsplit decoder, for libraries (trl) whose losses apply the output layer themselves."""
+"""Hidden states of an unsplit decoder, for libraries (trl) whose losses apply the output layer
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from zero_tp.model.huggingface.arguments import UNSUPPORTED_IN_FORWARD, refuse_a
 class Backbone:
     """The model's `base_model`, which trl's trainers call to get hidden states."""
 
-    _tp_plan = _pp_plan = None  # transformers asks every base model for its own kinds of parallelism
+    _tp_plan = _pp_plan = (
+        None  # transformers asks every base model for its own kinds of parallelism
+    )
 
     def __init__(self, model: CausalLM):
         self._model = model
@@ -28,13 +32,22 @@ class Backbone:
         position_ids: Tensor | None = None,
         **refused: Any,
     ) -> BaseModelOutputWithPast:
-        """Return the input of the output layer, [b, s, h]. A split model and other arguments are refused."""
+        """Return the input of the output layer, [b, s, h]. A split model and other arguments are
+        refused.
+        """
         model = self._model
-        refuse_arguments("base_model", refused, ("input_ids", "attention_mask", "position_ids"), UNSUPPORTED_IN_FORWARD)
+        refuse_arguments(
+            "base_model",
+            refused,
+            ("input_ids", "attention_mask", "position_ids"),
+            UNSUPPORTED_IN_FORWARD,
+        )
         if model.topology.tensor > 1:
             raise UserError(
-                "a loss that multiplies hidden states by the output layer (trl's trainers) needs the whole layer, but "
-                f"this model is split over {model.topology.tensor} ranks; give ZeroTPTrainer rows that a chat template "
+                "a loss that multiplies hidden states by the output layer (trl's trainers) needs "
+                "the whole layer, but "
+                f"this model is split over {model.topology.tensor} ranks; give ZeroTPTrainer rows "
+                "that a chat template "
                 "has made, with labels of -100 where there is no loss"
             )
         model.check_config()

@@ -18,7 +18,9 @@ from zero_tp.parallel.agreement import agree_on_tokens, broadcast_rng_state
 
 
 class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
-    """A `CausalLM` as a PreTrainedModel. Like transformers' models it also returns logits during evaluation."""
+    """A `CausalLM` as a PreTrainedModel. Like transformers' models it also returns logits during
+    evaluation.
+    """
 
     _tied_weights_keys = {"head.weight": "transformer.embedding.word.weight"}  # noqa: RUF012
 
@@ -40,17 +42,24 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
         options |= self._undefined_means(options)
         return super().forward(*args, **options)
 
-    def create_masks_for_generate(self, *, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
-        """Return the mask [b, tokens so far] unchanged: the forward builds the masks of its layers and caches."""
+    def create_masks_for_generate(
+        self, *, attention_mask: Tensor | None = None, **_: Any
+    ) -> Tensor | None:
+        """Return the mask [b, tokens so far] unchanged: the forward builds the masks of its
+        layers and caches.
+        """
         return attention_mask
 
     def _get_static_cache_init_shape(self) -> None:
-        """Return None: a static cache then takes its shape from the first keys, which have this rank's heads only."""
+        """Return None: a static cache then takes its shape from the first keys, which have this
+        rank's heads only.
+        """
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         """Refuse the paged cache of `generate_batch` and of `cache_implementation="paged"`."""
         raise UserError(
-            'generate: a paged cache (cache_implementation="paged", generate_batch) is not built; leave it out, or use '
+            'generate: a paged cache (cache_implementation="paged", generate_batch) is not built; '
+            "leave it out, or use "
             '"static"'
         )
 
@@ -64,18 +73,22 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
     ) -> Any:
         """Call transformers' own `generate`. Collective over the TP group.
 
-        All ranks sample with the random numbers of the group's first rank, so they return the same tokens.
+        All ranks sample with the random numbers of the group's first rank, so they return the same
+        tokens.
 
         Raises:
-            UserError: on every rank: the ranks' prompts differ or one has none; an unsupported cache, time limit or
-                early exit.
+            UserError: on every rank: the ranks' prompts differ or one has none; an unsupported
+                cache, time limit or early exit.
         """
         settings = generation_config or self.generation_config
         if self.topology.tensor > 1 and (options.get("max_time") or settings.max_time):
-            raise UserError("generate: max_time would end each rank at another token; use max_new_tokens")
+            raise UserError(
+                "generate: max_time would end each rank at another token; use max_new_tokens"
+            )
         if options.get("assistant_early_exit") or settings.assistant_early_exit:
             raise UserError(
-                "generate: assistant_early_exit is not built: a forward runs all layers; give an assistant_model, or "
+                "generate: assistant_early_exit is not built: a forward runs all layers; give an "
+                "assistant_model, or "
                 "prompt_lookup_num_tokens"
             )
         group = self.topology.tensor_group
@@ -83,11 +96,19 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
         if prompt is None:
             prompt = torch.empty(0, dtype=torch.long, device=self.device)
         if not agree_on_tokens(group, prompt):
-            raise UserError("generate: the tensor parallel ranks have different prompts; give all of them the same")
+            raise UserError(
+                "generate: the tensor parallel ranks have different prompts; give all of them the "
+                "same"
+            )
         cache = options.get("cache_implementation") or settings.cache_implementation or ""
         if cache.startswith("offloaded") and self.device.type == "cpu":
-            raise UserError(f'generate: cache_implementation="{cache}" needs an accelerator; leave it out on a CPU')
-        options.setdefault("disable_compile", True)  # with a static cache, generate would compile the forward on CUDA
+            raise UserError(
+                f'generate: cache_implementation="{cache}" needs an accelerator; leave it out on a '
+                "CPU"
+            )
+        options.setdefault(
+            "disable_compile", True
+        )  # with a static cache, generate would compile the forward on CUDA
         with broadcast_rng_state(group, self.device):
             output: Any = super().generate(inputs, generation_config, *arguments, **options)
         sequences = output if isinstance(output, Tensor) else output.sequences

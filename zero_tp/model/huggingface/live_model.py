@@ -1,8 +1,8 @@
 """Compare a live model of transformers' own class with its config.
 
-transformers' modules read the config when they are built. A later change of either is a difference: the module's value
-counts in a forward. Ties, the padding row, dropout and rounded rotary frequencies are adopted; every other difference
-is refused by name.
+transformers' modules read the config when they are built. A later change of either is a difference:
+the module's value counts in a forward. Ties, the padding row, dropout and rounded rotary
+frequencies are adopted; every other difference is refused by name.
 """
 
 from __future__ import annotations
@@ -25,11 +25,21 @@ from zero_tp.model.architectures.spec import Rotary, TransformerSpec
 from zero_tp.model.weights.load import native_model
 
 COMPARED = (bool, int, float, str, tuple, list, dict, type(None), FunctionType, BuiltinFunctionType)
-"""Types of the attributes of a module that are compared. Others are configs and lists of modules."""
-IGNORED = ("gradient_checkpointing", "name_or_path", "loss_type", "kernel_config", "all_tied_weights_keys")
+"""Types of the attributes of a module that are compared. Others are configs and lists of
+modules.
+"""
+IGNORED = (
+    "gradient_checkpointing",
+    "name_or_path",
+    "loss_type",
+    "kernel_config",
+    "all_tied_weights_keys",
+)
 """Attributes without effect on a forward, or compared elsewhere."""
 IGNORED_IN_BASE_MODEL = ("vocab_size", "padding_idx")
-"""Attributes of a model without a head that no forward reads; a resize of the vocabulary leaves them."""
+"""Attributes of a model without a head that no forward reads; a resize of the vocabulary leaves
+them.
+"""
 HOOKS = {
     "_forward_pre_hooks": "forward pre-hook",
     "_forward_hooks": "forward hook",
@@ -37,7 +47,9 @@ HOOKS = {
     "_backward_hooks": "backward hook",
 }
 HARMLESS_HOOKS = ("transformers.utils.output_capturing", "transformers.modeling_utils")
-"""Modules of hooks that change nothing: they record outputs, or let inputs of frozen layers need gradients."""
+"""Modules of hooks that change nothing: they record outputs, or let inputs of frozen layers need
+gradients.
+"""
 LIBRARIES = ("torch", "transformers")
 _MODULE_ATTRIBUTES = vars(nn.Module()).keys()
 _ABSENT = object()
@@ -46,14 +58,15 @@ _ABSENT = object()
 def read_live_model(native: Any, class_name: str) -> tuple[PretrainedConfig, TransformerSpec]:
     """Return a config and a spec of what a live model computes.
 
-    The config is a copy, whose class and ties are those of the model. Dropout, padding row and rounding of rotary
-    frequencies are in the spec only.
+    The config is a copy, whose class and ties are those of the model. Dropout, padding row and
+    rounding of rotary frequencies are in the spec only.
 
     Args:
         class_name: the supported class that it is an instance of.
 
     Raises:
-        UserError: a config that our layers can't compute, or another difference between the model and its config.
+        UserError: a config that our layers can't compute, or another difference between the model
+            and its config.
     """
     architecture = architecture_of(native.config)
     config = copy.deepcopy(native.config)
@@ -61,7 +74,10 @@ def read_live_model(native: Any, class_name: str) -> tuple[PretrainedConfig, Tra
     config.tie_word_embeddings = _is_tied(native, architecture)
     architecture.spec(config)
     marked = copy.deepcopy(config)
-    markers = {0.0123456789 + index / 1024: field for index, field in enumerate(architecture.fields.dropouts)}
+    markers = {
+        0.0123456789 + index / 1024: field
+        for index, field in enumerate(architecture.fields.dropouts)
+    }
     for marker, field in markers.items():
         setattr(marked, field, marker)
     reference = native_model(marked, with_buffers=True)
@@ -79,24 +95,36 @@ def read_live_model(native: Any, class_name: str) -> tuple[PretrainedConfig, Tra
     return config, spec
 
 
-def _refusal(place: str, problem: str, remedy: str = "give a model that its config describes") -> UserError:
+def _refusal(
+    place: str, problem: str, remedy: str = "give a model that its config describes"
+) -> UserError:
     return UserError(f"model: {place}: {problem}; {remedy}")
 
 
 def _is_tied(native: Any, architecture: Architecture) -> bool:
     """Return whether the output layer is the word embedding."""
     parameters = dict(native.named_parameters(remove_duplicate=False))
-    tied = {alias: parameters.get(alias) is parameters.get(source) for alias, source in architecture.tied.items()}
+    tied = {
+        alias: parameters.get(alias) is parameters.get(source)
+        for alias, source in architecture.tied.items()
+    }
     if any(tied.values()) != all(tied.values()) or not (any(tied.values()) or architecture.causal):
         alias = next(alias for alias, is_tied in tied.items() if not is_tied)
-        problem = f"is not tied to {architecture.tied[alias]}, and encoders are computed with tied embeddings"
+        problem = (
+            f"is not tied to {architecture.tied[alias]}, and encoders are computed with tied "
+            "embeddings"
+        )
         raise _refusal(alias, problem, "call its tie_weights()")
     return all(tied.values())
 
 
 def _word_embedding(config: PretrainedConfig) -> str:
     """Return the name of the word embedding in the native class."""
-    (weight,) = (weight for weight in weights_of(config) if weight.our_name == "transformer.embedding.word.weight")
+    (weight,) = (
+        weight
+        for weight in weights_of(config)
+        if weight.our_name == "transformer.embedding.word.weight"
+    )
     return weight.names[0].removesuffix(".weight")
 
 
@@ -114,31 +142,45 @@ def _check_class(native: Any, base: type) -> None:
 def _check_loss(native: Any, reference: Any) -> None:
     default = LOSS_MAPPING["ForCausalLM"]
     losses = [
-        vars(model).get("_loss_function") or LOSS_MAPPING.get(model.loss_type, default) for model in (native, reference)
+        vars(model).get("_loss_function") or LOSS_MAPPING.get(model.loss_type, default)
+        for model in (native, reference)
     ]
     if losses[0] is not losses[1]:
-        problem = f"its loss_function is replaced by {getattr(losses[0], '__name__', losses[0])}, and would not run"
+        problem = (
+            f"its loss_function is replaced by {getattr(losses[0], '__name__', losses[0])}, and "
+            "would not run"
+        )
         raise _refusal(type(native).__name__, problem, "give a model with the loss of its class")
 
 
-def _check_modules(native: Any, reference: Any, word_embedding: str, markers: Mapping[float, str]) -> dict[str, float]:
-    """Compare the modules' names, classes, methods, hooks and attributes; return the dropout of each config field.
+def _check_modules(
+    native: Any, reference: Any, word_embedding: str, markers: Mapping[float, str]
+) -> dict[str, float]:
+    """Compare the modules' names, classes, methods, hooks and attributes; return the dropout of
+    each config field.
 
     Args:
         markers: the reference's dropout → field of the config.
     """
-    live, expected = (dict(model.named_modules(remove_duplicate=False)) for model in (native, reference))
+    live, expected = (
+        dict(model.named_modules(remove_duplicate=False)) for model in (native, reference)
+    )
     for name, module in live.items():
         if name not in expected:
-            problem = f"a {type(module).__name__} that a {type(reference).__name__} of its config lacks"
+            problem = (
+                f"a {type(module).__name__} that a {type(reference).__name__} of its config lacks"
+            )
             raise _refusal(name, f"{problem}, and would be lost")
     dropouts: dict[str, tuple[float, str]] = {}
     for name, other in expected.items():
         if name not in live:
             raise _refusal(name, f"is missing; its config gives a {type(other).__name__}")
-        module, place = live[name], name or type(native).__name__
+        module = live[name]
+        place = name or type(native).__name__
         if module is not native and type(module) is not type(other):
-            raise _refusal(place, f"is a {type(module).__name__}; its config gives a {type(other).__name__}")
+            raise _refusal(
+                place, f"is a {type(module).__name__}; its config gives a {type(other).__name__}"
+            )
         if module.training != native.training:
             modes = ("training", "evaluation") if module.training else ("evaluation", "training")
             problem = f"is in {modes[0]} mode, but the model in {modes[1]} mode"
@@ -152,18 +194,28 @@ def _check_modules(native: Any, reference: Any, word_embedding: str, markers: Ma
                 p, first = dropouts.setdefault(markers[default], (value, f"{place}: {attribute}"))
                 if value != p:
                     problem = f"{attribute} is {shown(value)}, but {first} is {shown(p)}"
-                    raise _refusal(place, problem, "give all dropouts of a kind the same probability")
+                    raise _refusal(
+                        place, problem, "give all dropouts of a kind the same probability"
+                    )
             elif attribute not in ignored and value is not default and value != default:
-                raise _refusal(place, f"{attribute} is {_shown(value)}; its config gives {_shown(default)}")
+                raise _refusal(
+                    place, f"{attribute} is {_shown(value)}; its config gives {_shown(default)}"
+                )
         if isinstance(getattr(module, "config", None), PretrainedConfig):
             _check_config(place, module.config, native.config)
     return {field: p for field, (p, _) in dropouts.items()}
 
 
 def _attributes(module: nn.Module, other: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name of each compared attribute, its value and its value in a module of the config."""
+    """Yield the name of each compared attribute, its value and its value in a module of the
+    config.
+    """
     for name, default in vars(other).items():
-        if name not in _MODULE_ATTRIBUTES and not name.startswith("_") and isinstance(default, COMPARED):
+        if (
+            name not in _MODULE_ATTRIBUTES
+            and not name.startswith("_")
+            and isinstance(default, COMPARED)
+        ):
             yield name, vars(module).get(name, _ABSENT), default
 
 
@@ -177,20 +229,31 @@ def _check_methods(place: str, module: nn.Module) -> None:
     """Refuse methods that replace those of transformers' class, on the module or in its class."""
     for name in () if _has_device_hook(module) else vars(module):
         if callable(getattr(type(module), name, None)):
-            raise _refusal(place, f"its {name} is replaced, and would not run", "give a model with its class's own")
+            raise _refusal(
+                place,
+                f"its {name} is replaced, and would not run",
+                "give a model with its class's own",
+            )
     forward: Any = type(module).forward
     if forward.__globals__["__name__"].partition(".")[0] not in LIBRARIES:
-        problem = f"the forward of {type(module).__name__} is {forward.__globals__['__name__']}'s, and would not run"
+        problem = (
+            f"the forward of {type(module).__name__} is {forward.__globals__['__name__']}'s, and "
+            "would not run"
+        )
         raise _refusal(place, problem, "give a model with its class's own")
 
 
 def _has_device_hook(module: nn.Module) -> bool:
-    """Return whether accelerate wraps the class's forward only to move inputs to the module's device (`device_map`)."""
+    """Return whether accelerate wraps the class's forward only to move inputs to the module's
+    device (`device_map`).
+    """
     hooks = sys.modules.get("accelerate.hooks")
     hook: Any = vars(module).get("_hf_hook")
     forward = vars(module).get("_old_forward")
     is_own = getattr(forward, "__func__", None) is type(module).forward
-    return is_own and hooks is not None and type(hook) is hooks.AlignDevicesHook and not hook.offload
+    return (
+        is_own and hooks is not None and type(hook) is hooks.AlignDevicesHook and not hook.offload
+    )
 
 
 def _check_hooks(place: str, module: nn.Module) -> None:
@@ -200,41 +263,71 @@ def _check_hooks(place: str, module: nn.Module) -> None:
                 raise _refusal(place, f"has a {kind}, which would not run", "remove it")
     for name, parameter in module.named_parameters(recurse=False):
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise _refusal(f"{place}.{name}", "has a gradient hook, which would not run", "remove it")
+            raise _refusal(
+                f"{place}.{name}", "has a gradient hook, which would not run", "remove it"
+            )
 
 
 def _check_config(place: str, config: PretrainedConfig, expected: PretrainedConfig) -> None:
     """Refuse a module that reads another config than the model's."""
     if config is expected:
         return
-    theirs, ours = vars(config), vars(expected)
+    theirs = vars(config)
+    ours = vars(expected)
     for name in (*ours, *theirs):
         if theirs.get(name) != ours.get(name):
-            problem = f"its own config has {name} {shown(theirs.get(name))}, the model's {shown(ours.get(name))}"
+            problem = (
+                f"its own config has {name} {shown(theirs.get(name))}, the model's "
+                f"{shown(ours.get(name))}"
+            )
             raise _refusal(place, problem, "give all modules one config")
 
 
 def _check_parameters(native: Any, reference: Any, architecture: Architecture) -> None:
     """Compare names, shapes, dtypes and shared parameters."""
-    live, expected = (dict(model.named_parameters(remove_duplicate=False)) for model in (native, reference))
+    live, expected = (
+        dict(model.named_parameters(remove_duplicate=False)) for model in (native, reference)
+    )
     first = next(iter(live.values()))
     names: dict[int, str] = {}
     addresses: dict[int, str] = {}
     for name, parameter in live.items():
         if name not in expected:
-            raise _refusal(name, f"a {type(reference).__name__} of its config has none, and it would be lost")
-        shape, other = (tuple(getattr(weight, "ds_shape", weight.shape)) for weight in (parameter, expected[name]))
+            raise _refusal(
+                name, f"a {type(reference).__name__} of its config has none, and it would be lost"
+            )
+        shape, other = (
+            tuple(getattr(weight, "ds_shape", weight.shape))
+            for weight in (parameter, expected[name])
+        )
         if shape != other:
             raise _refusal(name, f"shape {shape}; its config gives {other}")
         if parameter.is_meta:
-            raise _refusal(name, "has no data: it is on the meta device", "load the whole model into memory")
+            raise _refusal(
+                name, "has no data: it is on the meta device", "load the whole model into memory"
+            )
         if parameter.dtype != first.dtype:
-            raise _refusal(name, f"is {parameter.dtype}, others {first.dtype}", "give one dtype, such as by model.to")
+            raise _refusal(
+                name,
+                f"is {parameter.dtype}, others {first.dtype}",
+                "give one dtype, such as by model.to",
+            )
         sharing = names.setdefault(id(parameter), name)
-        if sharing != name and architecture.tied.get(name) != sharing and architecture.tied.get(sharing) != name:
-            raise _refusal(name, f"is the same parameter as {sharing}, and would be another", "give each its own")
+        if (
+            sharing != name
+            and architecture.tied.get(name) != sharing
+            and architecture.tied.get(sharing) != name
+        ):
+            raise _refusal(
+                name,
+                f"is the same parameter as {sharing}, and would be another",
+                "give each its own",
+            )
         if parameter.numel() and addresses.setdefault(parameter.data_ptr(), sharing) != sharing:
-            problem = f"shares its memory with {addresses[parameter.data_ptr()]}, which is another parameter"
+            problem = (
+                f"shares its memory with {addresses[parameter.data_ptr()]}, which is another "
+                "parameter"
+            )
             raise _refusal(name, problem, "tie the parameters themselves, or copy the values")
     for name in expected:
         if name not in live:
@@ -242,11 +335,14 @@ def _check_parameters(native: Any, reference: Any, architecture: Architecture) -
 
 
 def _check_buffers(native: Any, reference: Any) -> torch.dtype | None:
-    """Compare the buffers' values; return the narrower dtype to which a cast has rounded rotary frequencies."""
+    """Compare the buffers' values; return the narrower dtype to which a cast has rounded rotary
+    frequencies.
+    """
     live, expected = (dict(model.named_buffers()) for model in (native, reference))
     rounded_to = None
     for name in (*expected, *live):
-        buffer, other = live.get(name), expected.get(name)
+        buffer = live.get(name)
+        other = expected.get(name)
         if buffer is None or other is None:
             state = "is missing" if buffer is None else "is a buffer that its config does not give"
             raise _refusal(name, state)
@@ -255,7 +351,9 @@ def _check_buffers(native: Any, reference: Any) -> torch.dtype | None:
         if not _is_equal(buffer, other):
             rounded_to = buffer.dtype
     if rounded_to is not None and reference.config.rope_parameters.get("rope_type") == "dynamic":
-        problem = f"rotary frequencies in {rounded_to}, which 'dynamic' computes again in torch.float32"
+        problem = (
+            f"rotary frequencies in {rounded_to}, which 'dynamic' computes again in torch.float32"
+        )
         raise _refusal(type(native).__name__, problem, f"open the model with dtype={rounded_to}")
     return rounded_to
 
@@ -265,7 +363,9 @@ def _is_equal(buffer: Tensor, other: Tensor) -> bool:
 
 
 def _rounded(rotary: Rotary, dtype: torch.dtype) -> Rotary:
-    """Return the rotary positions with frequencies rounded to a dtype, as a cast of transformers' model does."""
+    """Return the rotary positions with frequencies rounded to a dtype, as a cast of
+    transformers' model does.
+    """
 
     def frequencies(length: int, device: torch.device) -> tuple[Tensor, float]:
         exact, scale = rotary.frequencies(length, device)

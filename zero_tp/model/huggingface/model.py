@@ -1,4 +1,6 @@
-"""The methods of a PreTrainedModel other than weights and forward, which Trainer and accelerate call."""
+"""The methods of a PreTrainedModel other than weights and forward, which Trainer and accelerate
+call.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from zero_tp.parallel.topology import Topology
 def _loss_type(class_name: str) -> str | None:
     """Return `loss_type` of a class of transformers, by the rule of its PreTrainedModel.
 
-    Trainer counts the labels of a step by it: GPT2LMHeadModel has none, so each row's first label counts too.
+    Trainer counts the labels of a step by it: GPT2LMHeadModel has none, so each row's first label
+    counts too.
     """
     return next(iter(re.findall("|".join(LOSS_MAPPING), class_name)), None)
 
@@ -49,7 +52,9 @@ class HuggingFaceModel(PretrainedWeights):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Do nothing: layers initialise their parameters when they are built, equally for every TP size."""
+        """Do nothing: layers initialise their parameters when they are built, equally for every
+        TP size.
+        """
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         """Accept any choice of transformers' expert kernels. None of them is used."""
@@ -57,18 +62,26 @@ class HuggingFaceModel(PretrainedWeights):
 
     @property
     def accepts_loss_kwargs(self) -> bool:
-        """Return whether losses are sums divided by `num_items_in_batch`. If not, Trainer averages micro-batches."""
+        """Return whether losses are sums divided by `num_items_in_batch`. If not, Trainer
+        averages micro-batches.
+        """
         return not self.spec.sentence_head
 
     def _is_evaluation(self, options: Mapping[str, Any]) -> bool:
-        """Return whether a forward with these options is an evaluation, in which transformers' models return logits."""
-        asks_for_losses = options.get("return_logits") is not None or options.get("reduction", "mean") != "mean"
+        """Return whether a forward with these options is an evaluation, in which transformers'
+        models return logits.
+        """
+        asks_for_losses = (
+            options.get("return_logits") is not None or options.get("reduction", "mean") != "mean"
+        )
         return not (asks_for_losses or self.training or torch.is_grad_enabled())
 
     def _undefined_means(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the divisors of an evaluation, with nan instead of 0: as in torch, no labels have no mean.
+        """Return the divisors of an evaluation, with nan instead of 0: as in torch, no labels have
+        no mean.
 
-        In training a micro-batch without labels has the loss 0, because other micro-batches of its step may have some.
+        In training a micro-batch without labels has the loss 0, because other micro-batches of its
+        step may have some.
         """
         if self.training or torch.is_grad_enabled():
             return {}
@@ -80,7 +93,10 @@ class HuggingFaceModel(PretrainedWeights):
         }
 
     def resize_token_embeddings(  # type: ignore[override]
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
     ) -> nn.Module:
         """Resize the vocabulary and return the word embedding. Collective over the TP group.
 
@@ -89,13 +105,16 @@ class HuggingFaceModel(PretrainedWeights):
         Args:
             new_num_tokens: by default the present number.
             pad_to_multiple_of: round the number up. TP does not need it.
-            mean_resizing: a new row is the mean of the old rows; otherwise it is initialised from the seed.
+            mean_resizing: a new row is the mean of the old rows; otherwise it is initialised from
+                the seed.
         """
         before = whole_shape(self.get_input_embeddings().weight)[0]  # type: ignore[arg-type]
         tokens = before if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of is not None:
             if pad_to_multiple_of < 1:
-                raise UserError(f"pad_to_multiple_of: {pad_to_multiple_of}; give 1 or more, or leave it out")
+                raise UserError(
+                    f"pad_to_multiple_of: {pad_to_multiple_of}; give 1 or more, or leave it out"
+                )
             tokens = -(-tokens // pad_to_multiple_of) * pad_to_multiple_of
         if tokens != before:
             resize_vocabulary(self, tokens, by_mean=mean_resizing)
@@ -113,13 +132,14 @@ class HuggingFaceModel(PretrainedWeights):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """Recompute in backward by a policy of `zero_tp.recompute`, `full` by default (docs/training.md).
+        """Recompute in backward by a policy of `zero_tp.recompute`, `full` by default
+        (docs/training.md).
 
         `gradient_checkpointing_enable`, transformers' old name, calls it.
 
         Args:
-            activation_checkpointing_kwargs: the policy's keys, such as `{"mode": "selective"}`. `use_reentrant` is
-                ignored.
+            activation_checkpointing_kwargs: the policy's keys, such as `{"mode": "selective"}`.
+                `use_reentrant` is ignored.
             every_n_layers: recompute every nth layer only.
             offload: keep the inputs of recomputed layers in the host's memory.
         """
@@ -127,15 +147,24 @@ class HuggingFaceModel(PretrainedWeights):
         fields.pop("use_reentrant", None)
         if every_n_layers != 1 and fields.setdefault("every", every_n_layers) != every_n_layers:
             raise UserError(
-                f"every_n_layers: {every_n_layers}, but every is {shown(fields['every'])}; give one of them"
+                f"every_n_layers: {every_n_layers}, but every is {shown(fields['every'])}; give "
+                "one of them"
             )
         policy = validate(RecomputePolicy, fields, "gradient_checkpointing_kwargs")
         beyond = f"the model has {self.spec.layers} layers; use a smaller one"
         for name, is_wrong, reason in (
-            ("offload", offload and policy.mode != "full", f'"{policy.mode}" keeps no inputs of layers; use "full"'),
+            (
+                "offload",
+                offload and policy.mode != "full",
+                f'"{policy.mode}" keeps no inputs of layers; use "full"',
+            ),
             ("layers", (policy.layers or 0) > self.spec.layers, beyond),
             ("every", (policy.every or 0) > self.spec.layers, beyond),
-            ("keep_micro_batches", policy.keep_micro_batches > 0, "only a run counts a step's micro-batches; use 0"),
+            (
+                "keep_micro_batches",
+                policy.keep_micro_batches > 0,
+                "only a run counts a step's micro-batches; use 0",
+            ),
         ):
             if is_wrong:
                 raise UserError(f"gradient_checkpointing_kwargs: {name}: {reason}")
@@ -148,7 +177,11 @@ class HuggingFaceModel(PretrainedWeights):
         """Move or cast the model; offloading of recomputed layers' inputs depends on the device."""
         before = self.device
         moved = super()._apply(*arguments, **options)
-        if self.device != before and self._activations is not None and self._checkpointing is not None:
+        if (
+            self.device != before
+            and self._activations is not None
+            and self._checkpointing is not None
+        ):
             self._activations.remove()
             self._activations = ActivationMemory(self, *self._checkpointing, self.device)
         return moved

@@ -16,7 +16,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from zero_tp.base.errors import UserError, shown
 from zero_tp.base.weight_files import resolve
 from zero_tp.model.architectures.configs import config_from_directory, describe_ignored_fields
-from zero_tp.model.huggingface.arguments import UNSUPPORTED_IN_FROM_PRETRAINED, append_revision, refuse_arguments
+from zero_tp.model.huggingface.arguments import (
+    UNSUPPORTED_IN_FROM_PRETRAINED,
+    append_revision,
+    refuse_arguments,
+)
 from zero_tp.model.parallel_model import ParallelModel, parse_dtype
 from zero_tp.model.weights.export import MAX_SHARD_SIZE, save_pretrained, save_state_dict
 from zero_tp.model.weights.live_weights import load_native
@@ -27,7 +31,9 @@ from zero_tp.parallel.topology import Topology
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
 """Arguments of `from_pretrained` for huggingface_hub."""
 IGNORED_SAVE_OPTIONS = ("save_function", "save_peft_format", "save_original_format")
-"""Arguments of transformers' `save_pretrained` without effect: there is one format and no adapter."""
+"""Arguments of transformers' `save_pretrained` without effect: there is one format and no
+adapter.
+"""
 
 
 class PretrainedWeights(ParallelModel, PreTrainedModel):
@@ -50,19 +56,24 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         """Build a model from a Hugging Face directory of safetensors; every rank reads its slices.
 
         Args:
-            directory: the directory, or a name on the Hugging Face hub, `owner/name` or `owner/name@revision`.
-            allow_pickle: read pickled weights where there are no safetensors, with torch's restricted unpickler.
-            dtype: of the weights, such as "bfloat16"; by default the config's, else fp32; "auto": the config's, else
-                that of the files. `torch_dtype` is another name of it.
+            directory: the directory, or a name on the Hugging Face hub, `owner/name` or
+                `owner/name@revision`.
+            allow_pickle: read pickled weights where there are no safetensors, with torch's
+                restricted unpickler.
+            dtype: of the weights, such as "bfloat16"; by default the config's, else fp32; "auto":
+                the config's, else that of the files. `torch_dtype` is another name of it.
             attn_implementation: "sdpa" or "eager". seed, device: those of the constructor.
             revision: of a name on the hub.
-            options: `token`, `cache_dir`, `local_files_only` and `force_download` for huggingface_hub.
+            options: `token`, `cache_dir`, `local_files_only` and `force_download` for
+                huggingface_hub.
         """
         torch_dtype = options.pop("torch_dtype", None)
         dtype = torch_dtype if dtype is None else dtype
         hub = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
         known = (*inspect.signature(cls.from_pretrained).parameters, "torch_dtype", *HUB_OPTIONS)
-        refuse_arguments(f"{cls.__name__}.from_pretrained", options, known, UNSUPPORTED_IN_FROM_PRETRAINED)
+        refuse_arguments(
+            f"{cls.__name__}.from_pretrained", options, known, UNSUPPORTED_IN_FROM_PRETRAINED
+        )
         files = resolve(append_revision(directory, revision), allow_pickle=allow_pickle, **hub)
         config = config_from_directory(files)
         if topology is None or topology.rank == 0:
@@ -70,7 +81,9 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
                 warnings.warn(line, stacklevel=2)
         if attn_implementation not in (None, "eager", "sdpa"):
             problem = f"attn_implementation: {shown(attn_implementation)} is not built"
-            raise UserError(f'{problem}; give "sdpa", with the fastest kernel of torch\'s that fits, or "eager"')
+            raise UserError(
+                f'{problem}; give "sdpa", with the fastest kernel of torch\'s that fits, or "eager"'
+            )
         if attn_implementation is not None:
             config._attn_implementation = attn_implementation
         source = PretrainedSource(files, config, allow_pickle=allow_pickle, seed=seed)
@@ -82,10 +95,14 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
             )
         return cls(config, topology, source=source, seed=seed, dtype=dtype, device=device)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights by our names, or by those of the native class, which `save_pretrained` writes.
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load weights by our names, or by those of the native class, which `save_pretrained`
+        writes.
 
-        Trainer loads the files of its own checkpoints one by one. Native names need a model that is not split.
+        Trainer loads the files of its own checkpoints one by one. Native names need a model that is
+        not split.
         """
         own = dict(self.named_parameters(remove_duplicate=False))
         if assign or not state_dict or state_dict.keys() & own.keys():
@@ -117,46 +134,63 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
     ) -> None:
         """Write the native Hugging Face model.
 
-        Every rank calls it, and global rank 0 writes. With `is_main_process` or `state_dict`, which Trainer and
-        accelerate pass, one rank may call it alone and write, unless the weights must be gathered first: without a
-        `state_dict`, from the ranks of TP or ZeRO-3.
+        Every rank calls it, and global rank 0 writes. With `is_main_process` or `state_dict`, which
+        Trainer and accelerate pass, one rank may call it alone and write, unless the weights must
+        be gathered first: without a `state_dict`, from the ranks of TP or ZeRO-3.
 
         Args:
             is_main_process: whether this rank writes.
-            state_dict: whole weights by our names, instead of the model's; an empty one, from Trainer, writes only the
-                config.
+            state_dict: whole weights by our names, instead of the model's; an empty one, from
+                Trainer, writes only the config.
             max_shard_size: such as "5GB". dtype: of the written weights; by default the model's.
         """
         refused = {"variant": variant, "safe_serialization": not safe_serialization, **options}
-        refused |= {"distributed_checkpoint": distributed_checkpoint, "push_to_hub": push_to_hub, "token": token}
+        refused |= {
+            "distributed_checkpoint": distributed_checkpoint,
+            "push_to_hub": push_to_hub,
+            "token": token,
+        }
         for name, value in refused.items():
             if value and name not in IGNORED_SAVE_OPTIONS:
-                raise UserError(f"save_pretrained: {name} is not built: it writes one directory of safetensors")
+                raise UserError(
+                    f"save_pretrained: {name} is not built: it writes one directory of safetensors"
+                )
         self.check_config()
-        parameters, config = dict(self.named_parameters()), self._config_with_ties(state_dict)
+        parameters = dict(self.named_parameters())
+        config = self._config_with_ties(state_dict)
         for name, parameter in parameters.items() if state_dict is None else ():
             layout_of(parameter, f"save_pretrained: {name}")
-        shared: dict[str, Any] = {"generation": self.generation_config, "max_shard_size": str(max_shard_size)}
+        shared: dict[str, Any] = {
+            "generation": self.generation_config,
+            "max_shard_size": str(max_shard_size),
+        }
         shared["dtype"] = parse_dtype(dtype)
         if state_dict is not None and self.topology.tensor > 1:
             raise UserError(
-                "save_pretrained: state_dict holds one rank's shards of a split model; leave it out, and "
+                "save_pretrained: state_dict holds one rank's shards of a split model; leave it "
+                "out, and "
                 "call it on every rank"
             )
-        sharded = self.topology.tensor > 1 or any(hasattr(parameter, "ds_tensor") for parameter in parameters.values())
+        sharded = self.topology.tensor > 1 or any(
+            hasattr(parameter, "ds_tensor") for parameter in parameters.values()
+        )
         if state_dict is None and (sharded or is_main_process is None):
             merge = is_main_process is not None
             save_pretrained(directory, parameters, config, self.topology, merge=merge, **shared)
-        elif is_main_process is not False and state_dict == {}:  # DeepSpeed's own checkpoint has the weights
+        elif (
+            is_main_process is not False and state_dict == {}
+        ):  # DeepSpeed's own checkpoint has the weights
             config.save_pretrained(directory)
         elif is_main_process is not False:
             save_state_dict(directory, config, state_dict or parameters, **shared)
 
     def _config_with_ties(self, state_dict: Mapping[str, Tensor] | None = None) -> PretrainedConfig:
-        """Return the config, or a copy of one that someone has changed, with the ties of the model or of its weights.
+        """Return the config, or a copy of one that someone has changed, with the ties of the model
+        or of its weights.
 
         Args:
-            state_dict: whole weights by our names, which count instead of the model's; FSDP replaces parameters.
+            state_dict: whole weights by our names, which count instead of the model's; FSDP
+                replaces parameters.
         """
         tied = self.tied
         if state_dict:

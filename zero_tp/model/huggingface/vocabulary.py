@@ -24,10 +24,18 @@ class ResizedSource:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], seed: int, *, by_mean: bool):
-        self._parameters, self._seeded_init, self.by_mean = parameters, SeededInit(seed), by_mean
+        self._parameters = parameters
+        self._seeded_init = SeededInit(seed)
+        self.by_mean = by_mean
 
     def fill(
-        self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
+        self,
+        local: Tensor,
+        name: str,
+        whole: Sequence[int],
+        layout: Layout,
+        init: Init,
+        topology: Topology,
     ) -> None:
         """Fill a shard. Collective over the TP group, in the order in which parameters are made."""
         old = self._parameters[name]
@@ -54,27 +62,38 @@ def resize_vocabulary(model: ParallelModel, tokens: int, *, by_mean: bool) -> No
     if tokens < 1:
         raise UserError(f"resize_token_embeddings: {tokens} tokens; a vocabulary has at least one")
     if any(hasattr(parameter, "ds_tensor") for parameter in old.values()):
-        raise UserError("resize_token_embeddings: ZeRO-3 has partitioned the parameters; resize before training starts")
+        raise UserError(
+            "resize_token_embeddings: ZeRO-3 has partitioned the parameters; resize before "
+            "training starts"
+        )
     trainable = {name for name, parameter in old.items() if parameter.requires_grad}
     for name, parameter in old.items():
         layout_of(parameter, f"resize_token_embeddings: {name}")
     if model.config.tie_word_embeddings != model.tied:
         state = "tied" if model.tied else "not tied"
         raise UserError(
-            f"resize_token_embeddings: the embeddings are {state}, and the config's tie_word_embeddings was changed to "
+            f"resize_token_embeddings: the embeddings are {state}, and the config's "
+            "tie_word_embeddings was changed to "
             f"{shown(model.config.tie_word_embeddings)}; change it back"
         )
     model.config.vocab_size = model.spec.vocabulary  # some set the new size before they call
     model.check_config()
-    sample, streams = next(iter(old.values())), model.streams.state_dict()
+    sample = next(iter(old.values()))
+    streams = model.streams.state_dict()
     model.config.vocab_size = tokens
-    # The padding row stays that of the built model, as in transformers, whatever `pad_token_id` is now.
+    # The padding row stays that of the built model, as in transformers, whatever `pad_token_id` is
+    # now.
     padding = model.spec.padding_token
     padding = padding if padding is not None and padding < tokens else None
     spec = replace(model.spec, vocabulary=tokens, padding_token=padding)
     source = ResizedSource(old, model.seed, by_mean=by_mean)
     training = model.training
-    options: dict[str, Any] = {"seed": model.seed, "source": source, "dtype": sample.dtype, "device": sample.device}
+    options: dict[str, Any] = {
+        "seed": model.seed,
+        "source": source,
+        "dtype": sample.dtype,
+        "device": sample.device,
+    }
     model._build(model.topology, spec=spec, **options)
     model.streams.load_state_dict(streams)
     model.train(training)

@@ -1,4 +1,6 @@
-"""Apply a run's activation-memory settings to its model: recomputation, and the store of checkpoints."""
+"""Apply a run's activation-memory settings to its model: recomputation, and the store of
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.model.recompute.recompute import Forward, RecomputedOutput, plain_forward, recompute
-from zero_tp.model.recompute.stores import ContiguousBuffer, HostStore, InPlaceStore, PartitionedStore, Store
+from zero_tp.model.recompute.stores import (
+    ContiguousBuffer,
+    HostStore,
+    InPlaceStore,
+    PartitionedStore,
+    Store,
+)
 from zero_tp.model.transformer import TransformerLayer
 from zero_tp.parallel.topology import Topology
 
@@ -64,7 +72,9 @@ class ActivationMemory:
                 self._wrap_module(layer, name)
 
     def begin_micro_batch(self, index: int) -> None:
-        """Begin micro-batch `index` of a step; the first `keep_micro_batches` keep all their activations."""
+        """Begin micro-batch `index` of a step; the first `keep_micro_batches` keep all their
+        activations.
+        """
         self._recomputes = index >= self.policy.keep_micro_batches
 
     def remove(self) -> None:
@@ -76,7 +86,9 @@ class ActivationMemory:
     def _wrap_module(self, layer: TransformerLayer, name: str) -> None:
         if name in RECOMPUTED_MODULES:
             module = layer.get_submodule(RECOMPUTED_MODULES[name])
-            self._wrap(module, partial(recompute, plain_forward(module), self._streams, self._store))
+            self._wrap(
+                module, partial(recompute, plain_forward(module), self._streams, self._store)
+            )
             return
         mlps = ["mlp"] if getattr(layer.mlp, "shared", None) is None else ["mlp", "mlp.shared"]
         activations = [(f"{mlp}.activation", f"{mlp}.down") for mlp in mlps]
@@ -87,24 +99,36 @@ class ActivationMemory:
             self._wrap(consumer, output.consume)
 
     def _wrap(self, module: nn.Module, recomputing: Forward) -> None:
-        """Replace a module's forward in micro-batches that recompute. Modules and parameters keep their names."""
+        """Replace a module's forward in micro-batches that recompute. Modules and parameters
+        keep their names.
+        """
         module.forward = partial(self._run, recomputing, plain_forward(module))
         self._wrapped.append(module)
 
     def _run(self, recomputing: Forward, plain: Forward, *inputs: Any, **options: Any) -> Tensor:
         return (recomputing if self._recomputes else plain)(*inputs, **options)
 
-    def _make_store(self, checkpointing: ActivationCheckpointing, topology: Topology, device: torch.device) -> Store:
+    def _make_store(
+        self, checkpointing: ActivationCheckpointing, topology: Topology, device: torch.device
+    ) -> Store:
         to_host = checkpointing.cpu_checkpointing and device.type != "cpu"
         buffer = None
         if checkpointing.contiguous_memory_optimization:
             slots = checkpointing.number_checkpoints or len(self.layers)
-            buffer = ContiguousBuffer(slots, torch.device("cpu") if to_host else None, pinned=to_host)
+            buffer = ContiguousBuffer(
+                slots, torch.device("cpu") if to_host else None, pinned=to_host
+            )
         store: Store = HostStore(buffer) if to_host else buffer or InPlaceStore()
         if not checkpointing.partition_activations:
             return store
         if topology.sequence or topology.tensor == 1:
-            reason = "sequence parallelism has split the checkpoints already" if topology.sequence else "tensor is 1"
-            self.notes.append(f"activation_checkpointing.partition_activations: nothing to partition, {reason}")
+            reason = (
+                "sequence parallelism has split the checkpoints already"
+                if topology.sequence
+                else "tensor is 1"
+            )
+            self.notes.append(
+                f"activation_checkpointing.partition_activations: nothing to partition, {reason}"
+            )
             return store
         return PartitionedStore(topology.tensor_group, store)

@@ -2,10 +2,10 @@
 
 Both mechanisms wrap the `forward` of modules of a built model:
 
-- `recompute` keeps the inputs of a module (a layer, an attention core) in a store and runs the module again.
-  Collectives inside it happen again, on every rank in the same order.
-- `RecomputedOutput` drops the output of an elementwise module and computes it again from its input for the gradient of
-  the next weight: one elementwise pass, no communication.
+- `recompute` keeps the inputs of a module (a layer, an attention core) in a store and runs the
+  module again. Collectives inside it happen again, on every rank in the same order.
+- `RecomputedOutput` drops the output of an elementwise module and computes it again from its input
+  for the gradient of the next weight: one elementwise pass, no communication.
 """
 
 from __future__ import annotations
@@ -25,22 +25,33 @@ Forward = Callable[..., Tensor]
 
 
 def plain_forward(module: nn.Module) -> Forward:
-    """Return the module's forward. If it is its class's, a partial: unlike a closure, that follows a deep copy."""
+    """Return the module's forward. If it is its class's, a partial: unlike a closure, that
+    follows a deep copy.
+    """
     return vars(module).get("forward") or partial(type(module).forward, module)
 
 
 class _Recompute(torch.autograd.Function):
-    """Run a function without a graph, and again with one in backward, followed by a nested backward.
+    """Run a function without a graph, and again with one in backward, followed by a nested
+    backward.
 
-    Thanks to the nested backward ZeRO-3 gathers and releases each parameter around its module in both passes.
-    torch's non-reentrant checkpoint would keep aliases of all gathered weights until their gradients are computed.
+    Thanks to the nested backward ZeRO-3 gathers and releases each parameter around its module in
+    both passes. torch's non-reentrant checkpoint would keep aliases of all gathered weights until
+    their gradients are computed.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, function: Forward, streams: RandomStreams, store: Store, _: Tensor, *inputs: Tensor
+        ctx: Any,
+        function: Forward,
+        streams: RandomStreams,
+        store: Store,
+        _: Tensor,
+        *inputs: Tensor,
     ) -> Tensor:
-        ctx.function, ctx.streams, ctx.store = function, streams, store
+        ctx.function = function
+        ctx.streams = streams
+        ctx.store = store
         ctx.states = streams.snapshot()
         ctx.handles = [store.put(tensor.detach()) for tensor in inputs]
         return function(*inputs)
@@ -48,13 +59,24 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.autograd._is_checkpoint_valid():
-            raise RuntimeError("recomputed activations need loss.backward(), without inputs= and not autograd.grad()")
+            raise RuntimeError(
+                "recomputed activations need loss.backward(), without inputs= and not "
+                "autograd.grad()"
+            )
         if ctx.handles is None:
-            raise RuntimeError("backward a second time through recomputed activations: they are freed by the first")
+            raise RuntimeError(
+                "backward a second time through recomputed activations: they are freed by the first"
+            )
         needed = ctx.needs_input_grad[4:]
-        handles, ctx.handles = ctx.handles, None  # freed with this call, although the graph may live longer
+        handles, ctx.handles = (
+            ctx.handles,
+            None,
+        )  # freed with this call, although the graph may live longer
         inputs = [ctx.store.take(handle) for handle in handles]
-        inputs = [tensor.detach().requires_grad_(needs) for tensor, needs in zip(inputs, needed, strict=True)]
+        inputs = [
+            tensor.detach().requires_grad_(needs)
+            for tensor, needs in zip(inputs, needed, strict=True)
+        ]
         with torch.enable_grad(), ctx.streams.replaying(ctx.states):
             output = ctx.function(*inputs)
         if output.requires_grad:  # not so if everything up to here is frozen
@@ -62,8 +84,11 @@ class _Recompute(torch.autograd.Function):
         return (None, None, None, None, *(tensor.grad for tensor in inputs))
 
 
-def recompute(forward: Forward, streams: RandomStreams, store: Store, *inputs: Tensor, **options: Any) -> Tensor:
-    """Run `forward`; keep its inputs in `store`, and run it again in backward with the same dropout of `streams`.
+def recompute(
+    forward: Forward, streams: RandomStreams, store: Store, *inputs: Tensor, **options: Any
+) -> Tensor:
+    """Run `forward`; keep its inputs in `store`, and run it again in backward with the same dropout
+    of `streams`.
 
     Positional arguments are tensors and get gradients; keyword arguments are kept as they are.
     """
@@ -76,15 +101,19 @@ def recompute(forward: Forward, streams: RandomStreams, store: Store, *inputs: T
 
 
 class RecomputedOutput:
-    """Drop the output of `producer`, and recompute it in the backward of `consumer`, the next module.
+    """Drop the output of `producer`, and recompute it in the backward of `consumer`, the next
+    module.
 
     The producer must draw no random numbers. Its own backward keeps its input anyway.
     """
 
     def __init__(self, producer: nn.Module, consumer: nn.Module):
         self.producer = producer
-        self._produce, self._consume = plain_forward(producer), plain_forward(consumer)
-        self._last: tuple[Tensor, Tensor] | None = None  # the producer's input and output, until the consumer runs
+        self._produce = plain_forward(producer)
+        self._consume = plain_forward(consumer)
+        self._last: tuple[Tensor, Tensor] | None = (
+            None  # the producer's input and output, until the consumer runs
+        )
 
     def produce(self, source: Tensor) -> Tensor:
         """Run the producer's forward, and remember its input."""
@@ -95,12 +124,14 @@ class RecomputedOutput:
 
     def consume(self, *inputs: Any, **options: Any) -> Tensor:
         """Run the consumer's forward; its backward recomputes the producer's output."""
-        last, self._last = self._last, None
+        last = self._last
+        self._last = None
         if last is None:
             return self._consume(*inputs, **options)
         source, produced = last
         dropped = produced.untyped_storage()._cdata  # unique while `produced` lives
-        saved, needs_gradient = source.detach(), source.requires_grad
+        saved = source.detach()
+        needs_gradient = source.requires_grad
 
         def pack(tensor: Tensor) -> Any:
             if tensor.untyped_storage()._cdata != dropped:
@@ -110,7 +141,8 @@ class RecomputedOutput:
         def unpack(packed: Any) -> Tensor:
             if isinstance(packed, Tensor):
                 return packed
-            # ZeRO-3 gathers the weights at each call, and releases them when its inputs that need gradients have them.
+            # ZeRO-3 gathers the weights at each call, and releases them when its inputs that need
+            # gradients have them.
             with torch.enable_grad():
                 output: Tensor = self.producer(saved.detach().requires_grad_(needs_gradient))
             self._last = None

@@ -1,7 +1,7 @@
 """Stores keep the inputs of recomputed modules from forward until backward.
 
-In place, split over the TP group (P_a), in one preallocated buffer (M_D), or in host memory (P_a+cpu): the names of
-arXiv 1910.02054.
+In place, split over the TP group (P_a), in one preallocated buffer (M_D), or in host memory
+(P_a+cpu): the names of arXiv 1910.02054.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class Store(Protocol):
     """Keeps tensors: `put` returns a handle, and `take` returns the tensor of a handle."""
 
     def put(self, tensor: Tensor) -> Any:
-        """Store a tensor, which the caller no longer changes. Return a handle; dropping it frees the space."""
+        """Store a tensor, which the caller no longer changes. Return a handle; dropping it frees
+        the space.
+        """
 
     def take(self, handle: Any) -> Tensor:
         """Return the tensor of a handle, bit for bit, on its device."""
@@ -43,20 +45,27 @@ class InPlaceStore:
 
 
 class PartitionedStore:
-    """P_a: keep one t-th of each tensor in another store, and gather the whole before use (arXiv 1910.02054, 6.1).
+    """P_a: keep one t-th of each tensor in another store, and gather the whole before use (arXiv
+    1910.02054, 6.1).
 
-    Correct only for tensors that are equal on all TP ranks: the residual stream without sequence parallelism.
+    Correct only for tensors that are equal on all TP ranks: the residual stream without sequence
+    parallelism.
     """
 
     def __init__(self, group: Group, store: Store):
-        self.group, self.store = group, store
+        self.group = group
+        self.store = store
 
     def put(self, tensor: Tensor) -> tuple[Any, Size]:
-        """Store this rank's piece of ⌈numel/t⌉ elements, padded if t does not divide. No communication."""
+        """Store this rank's piece of ⌈numel/t⌉ elements, padded if t does not divide. No
+        communication.
+        """
         length = -(-tensor.numel() // group_size(self.group))
         piece = tensor.flatten()[group_rank(self.group) * length :][:length]
         # A view would keep the whole tensor alive.
-        piece = F.pad(piece, (0, length - piece.numel())) if piece.numel() < length else piece.clone()
+        piece = (
+            F.pad(piece, (0, length - piece.numel())) if piece.numel() < length else piece.clone()
+        )
         return self.store.put(piece), tensor.shape
 
     def take(self, handle: tuple[Any, Size]) -> Tensor:
@@ -70,11 +79,13 @@ class _Slot:
     """A row of the buffer, free again when this object is dropped."""
 
     def __init__(self, index: int, shape: Size):
-        self.index, self.shape = index, shape
+        self.index = index
+        self.shape = shape
 
 
 class ContiguousBuffer:
-    """M_D: copy tensors into slots of one buffer, against fragmentation (arXiv 1910.02054, section 6.3).
+    """M_D: copy tensors into slots of one buffer, against fragmentation (arXiv 1910.02054, section
+    6.3).
 
     The buffer is made at the first `put` and reused by every step.
 
@@ -85,7 +96,9 @@ class ContiguousBuffer:
     """
 
     def __init__(self, slots: int, device: torch.device | None = None, *, pinned: bool = False):
-        self.slots, self.device, self.pinned = slots, device, pinned
+        self.slots = slots
+        self.device = device
+        self.pinned = pinned
         self.buffer: Tensor | None = None
         self._free: list[int] = []
 
@@ -104,8 +117,10 @@ class ContiguousBuffer:
         self._ensure_buffer(tensor)
         if not self._free:
             raise UserError(
-                f"activation_checkpointing.number_checkpoints: all {self.slots} slots are taken, as by two forwards "
-                "before a backward; use a larger number, or leave contiguous_memory_optimization out"
+                f"activation_checkpointing.number_checkpoints: all {self.slots} slots are taken, "
+                "as by two forwards "
+                "before a backward; use a larger number, or leave contiguous_memory_optimization "
+                "out"
             )
         slot = _Slot(self._free.pop(), tensor.shape)
         weakref.finalize(slot, self._free.append, slot.index)
@@ -114,16 +129,23 @@ class ContiguousBuffer:
     def _ensure_buffer(self, tensor: Tensor) -> None:
         """Make the buffer, or a larger one if no slot is taken."""
         buffer = self.buffer
-        if buffer is not None and buffer.dtype == tensor.dtype and buffer.shape[1] >= tensor.numel():
+        if (
+            buffer is not None
+            and buffer.dtype == tensor.dtype
+            and buffer.shape[1] >= tensor.numel()
+        ):
             return
         if buffer is not None and len(self._free) < self.slots:
             raise UserError(
-                f"activation_checkpointing.contiguous_memory_optimization: a checkpoint of {tensor.numel()} "
-                f"{tensor.dtype} elements does not fit the slots of {buffer.shape[1]} {buffer.dtype} elements in use; "
+                "activation_checkpointing.contiguous_memory_optimization: a checkpoint of "
+                f"{tensor.numel()} "
+                f"{tensor.dtype} elements does not fit the slots of {buffer.shape[1]} "
+                f"{buffer.dtype} elements in use; "
                 "leave it out"
             )
         self.buffer = buffer = None  # freed before the larger one is made
-        shape, device = (self.slots, tensor.numel()), self.device or tensor.device
+        shape = (self.slots, tensor.numel())
+        device = self.device or tensor.device
         self.buffer = torch.empty(shape, dtype=tensor.dtype, device=device, pin_memory=self.pinned)
         self._free[:] = range(self.slots)[::-1]
 
@@ -132,28 +154,35 @@ class _HostTensor:
     """The handle of a tensor in host memory, or on its way there or back."""
 
     def __init__(self, host: Tensor, slot: Any, device: torch.device, previous: _HostTensor | None):
-        self.host, self.slot, self.device = host, slot, device
+        self.host = host
+        self.slot = slot
+        self.device = device
         self.previous = weakref.ref(previous) if previous is not None else lambda: None
         self.device_copy: Tensor | None = None
         self.copy_back_done: Any = None  # an event
 
     def __del__(self) -> None:
-        if self.device_copy is not None:  # never taken: the copy must end before its memory is reused
-            torch.get_device_module(self.device).current_stream(self.device).wait_event(self.copy_back_done)
+        if (
+            self.device_copy is not None
+        ):  # never taken: the copy must end before its memory is reused
+            torch.get_device_module(self.device).current_stream(self.device).wait_event(
+                self.copy_back_done
+            )
 
 
 class HostStore:
     """P_a+cpu: keep tensors of an accelerator in host memory (arXiv 1910.02054, section 6.1).
 
-    Copies run on streams of their own and through page-locked memory: out during the next layer's forward, back one
-    layer ahead of backward.
+    Copies run on streams of their own and through page-locked memory: out during the next layer's
+    forward, back one layer ahead of backward.
 
-    The compute stream waits for a tensor's copy out before the tensor is freed, so at most `MAX_COPIES_OUT` copies
-    are under way. With `record_stream`, torch's allocator would take new memory for each checkpoint whose copy has not
-    ended, because the host runs ahead of the device.
+    The compute stream waits for a tensor's copy out before the tensor is freed, so at most
+    `MAX_COPIES_OUT` copies are under way. With `record_stream`, torch's allocator would take new
+    memory for each checkpoint whose copy has not ended, because the host runs ahead of the device.
 
     Args:
-        buffer: preallocated host memory; by default each tensor gets page-locked memory from torch's pool.
+        buffer: preallocated host memory; by default each tensor gets page-locked memory from
+            torch's pool.
     """
 
     def __init__(self, buffer: ContiguousBuffer | None = None):
@@ -172,7 +201,8 @@ class HostStore:
         if self.buffer is not None:
             slot, host = self.buffer.slot_for(tensor)
         else:
-            slot, host = None, torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            slot = None
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         out.wait_stream(runtime.current_stream(device))
         with runtime.stream(out):
             host.copy_(tensor, non_blocking=True)
@@ -188,15 +218,22 @@ class HostStore:
         previous = handle.previous()
         if previous is not None:
             self._fetch(previous)  # backward needs it next
-        torch.get_device_module(handle.device).current_stream(handle.device).wait_event(handle.copy_back_done)
-        tensor, handle.device_copy = handle.device_copy, None
+        torch.get_device_module(handle.device).current_stream(handle.device).wait_event(
+            handle.copy_back_done
+        )
+        tensor = handle.device_copy
+        handle.device_copy = None
         assert tensor is not None
         return tensor
 
     def _free_all_but_last(self, count: int, device: torch.device) -> None:
-        """Free all but the last `count` tensors being copied out; the compute stream waits for their copies first."""
+        """Free all but the last `count` tensors being copied out; the compute stream waits for
+        their copies first.
+        """
         while len(self._copies_out) > count:
-            torch.get_device_module(device).current_stream(device).wait_event(self._copies_out[0][1])
+            torch.get_device_module(device).current_stream(device).wait_event(
+                self._copies_out[0][1]
+            )
             self._copies_out.popleft()
 
     def _fetch(self, handle: _HostTensor) -> None:
@@ -204,7 +241,9 @@ class HostStore:
             return
         _, back = self._copy_streams(handle.device)
         runtime = torch.get_device_module(handle.device)
-        handle.device_copy = torch.empty(handle.host.shape, dtype=handle.host.dtype, device=handle.device)
+        handle.device_copy = torch.empty(
+            handle.host.shape, dtype=handle.host.dtype, device=handle.device
+        )
         back.wait_stream(runtime.current_stream(handle.device))  # which may still use this memory
         with runtime.stream(back):
             handle.device_copy.copy_(handle.host, non_blocking=True)

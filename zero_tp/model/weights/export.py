@@ -1,4 +1,6 @@
-"""Write safetensors directories that transformers' native classes open, one parameter in memory at a time."""
+"""Write safetensors directories that transformers' native classes open, one parameter in memory
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,24 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from zero_tp.base.errors import UserError, first_line
-from zero_tp.base.files import check_replaceable, partial_directory, put_in_place, read_regular, sync
+from zero_tp.base.files import (
+    check_replaceable,
+    partial_directory,
+    put_in_place,
+    read_regular,
+    sync,
+)
 from zero_tp.base.weight_files import ID_FILES, INDEX, is_finite
 from zero_tp.data.tokenizer_files import copy_tokenizer, match_tokenizer, open_tokenizer
 from zero_tp.data.tokenizer_fingerprint import FINGERPRINT, TokenizerFingerprint
-from zero_tp.model.architectures import Weight, aliases_of, architecture_of, native_class_of, to_hf, weights_of
+from zero_tp.model.architectures import (
+    Weight,
+    aliases_of,
+    architecture_of,
+    native_class_of,
+    to_hf,
+    weights_of,
+)
 from zero_tp.model.architectures.configs import CONFIG
 from zero_tp.model.weights.live_weights import gather_parameter
 from zero_tp.model.weights.load import native_model, stored_shapes
@@ -50,8 +65,8 @@ def native_entries(
 ) -> list[Entry]:
     """Return every Hugging Face tensor in `dtype`, read from our parameters one at a time.
 
-    One parameter can be several tensors (gate and up), or several parameters one tensor (fused Q, K and V). The
-    other tensors of a parameter are cached until they are read, so it is read once.
+    One parameter can be several tensors (gate and up), or several parameters one tensor (fused Q, K
+    and V). The other tensors of a parameter are cached until they are read, so it is read once.
 
     Args:
         shapes: our parameter's name → its whole shape.
@@ -60,7 +75,9 @@ def native_entries(
     sources: dict[str, list[Weight]] = {}
     for weight in weights_of(config):
         if weight.our_name not in shapes:
-            raise UserError(f"export: there is no parameter {weight.our_name}, which a {config.model_type} has")
+            raise UserError(
+                f"export: there is no parameter {weight.our_name}, which a {config.model_type} has"
+            )
         for name in weight.names:
             sources.setdefault(name, []).append(weight)
     cached: dict[str, Tensor] = {}
@@ -82,24 +99,34 @@ def whole_parameter(parameter: nn.Parameter, group: Group) -> Tensor:
 
     Collective over the TP group, and over the DP group under ZeRO-3.
     """
-    layout, local = layout_of(parameter), gather_parameter(parameter)
+    layout = layout_of(parameter)
+    local = gather_parameter(parameter)
     if not isinstance(layout, Sharded) or group_size(group) == 1:
         return layout.unshard([local])
     return layout.unshard(list(all_gather(local.unsqueeze(0), group)))
 
 
 def live_entries(
-    parameters: Mapping[str, nn.Parameter], config: PretrainedConfig, group: Group, dtype: torch.dtype
+    parameters: Mapping[str, nn.Parameter],
+    config: PretrainedConfig,
+    group: Group,
+    dtype: torch.dtype,
 ) -> list[Entry]:
-    """Return every parameter of a live model under its Hugging Face name. Reading one is collective over all ranks."""
+    """Return every parameter of a live model under its Hugging Face name. Reading one is
+    collective over all ranks.
+    """
     shapes = {name: whole_shape(parameter) for name, parameter in parameters.items()}
-    return native_entries(config, shapes, lambda name: whole_parameter(parameters[name], group), dtype)
+    return native_entries(
+        config, shapes, lambda name: whole_parameter(parameters[name], group), dtype
+    )
 
 
 def plan_shards(entries: Iterable[Entry], max_shard_size: str) -> dict[str, list[Entry]]:
     """Return file name → its tensors, packed as transformers does."""
     if not re.fullmatch(r"0*[1-9]\d*([KMGT]B)?", max_shard_size, re.IGNORECASE):
-        raise UserError(f"max_shard_size: {max_shard_size!r} is not a positive size such as 5GB or 500MB")
+        raise UserError(
+            f"max_shard_size: {max_shard_size!r} is not a positive size such as 5GB or 500MB"
+        )
     by_name = {entry.name: entry for entry in entries}
     split = split_state_dict_into_shards_factory(
         by_name,
@@ -107,18 +134,27 @@ def plan_shards(entries: Iterable[Entry], max_shard_size: str) -> dict[str, list
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=int(max_shard_size) if max_shard_size.isdecimal() else max_shard_size,
     )
-    return {file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()}
+    return {
+        file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()
+    }
 
 
 def check_target(target: Path, overwrite: bool) -> None:
-    """Check that the target is absent or, with `overwrite`, empty or a model; a run's directory is refused too."""
+    """Check that the target is absent or, with `overwrite`, empty or a model; a run's directory
+    is refused too.
+    """
     if not target.exists():
         return
     if not overwrite:
-        raise UserError(f"{target}: exists already; give another --output, or --overwrite to replace it")
+        raise UserError(
+            f"{target}: exists already; give another --output, or --overwrite to replace it"
+        )
     entries = [entry.name for entry in target.iterdir()] if target.is_dir() else ["a file"]
     if entries and ("config.json" not in entries or "checkpoints" in entries or ".git" in entries):
-        raise UserError(f"{target}: exists and is no Hugging Face model, so it is not replaced; give another --output")
+        raise UserError(
+            f"{target}: exists and is no Hugging Face model, so it is not replaced; give another "
+            "--output"
+        )
     check_replaceable(target)
 
 
@@ -135,56 +171,74 @@ def write_native(
     merge: bool = False,
     card: str | None = None,
 ) -> None:
-    """Write a directory that transformers' own classes open: safetensors, config, generation config, tokenizer.
+    """Write a directory that transformers' own classes open: safetensors, config, generation
+    config, tokenizer.
 
-    The files are written to a temporary directory, flushed and renamed, so the result is complete or absent. With
-    `overwrite` it replaces an existing model at once and keeps other files.
+    The files are written to a temporary directory, flushed and renamed, so the result is complete
+    or absent. With `overwrite` it replaces an existing model at once and keeps other files.
 
     Args:
-        entries: every whole tensor by its Hugging Face name, tied tensors once; read one at a time, in the order of
-            `plan_shards`. The config records their dtype.
+        entries: every whole tensor by its Hugging Face name, tied tensors once; read one at a time,
+            in the order of `plan_shards`. The config records their dtype.
         generation: generation config; by default that of the model config.
-        tokenizer: a directory whose tokenizer is copied, so that AutoTokenizer opens it with the same ids.
-        fingerprint: of the tokenizer that the model was trained with; recorded in the files of the weights.
+        tokenizer: a directory whose tokenizer is copied, so that AutoTokenizer opens it with the
+            same ids.
+        fingerprint: of the tokenizer that the model was trained with; recorded in the files of the
+            weights.
         merge: move files into the directory one by one, because other programs write into it too.
         card: text of the model card. A card that a person wrote or edited stays.
 
     Raises:
-        UserError: the model is written, but without the tokenizer, which transformers would open with other ids there.
+        UserError: the model is written, but without the tokenizer, which transformers would open
+            with other ids there.
     """
     target = Path(directory)
     if not merge:
         check_target(target, overwrite)
     config = copy.deepcopy(config)
-    config.dtype, config.architectures = entries[0].dtype, [native_class_of(config)]
+    config.dtype = entries[0].dtype
+    config.architectures = [native_class_of(config)]
     native = native_model(config)
     _check_entries(entries, native, config)
     names = architecture_of(config).file_names
-    shards = plan_shards([replace(entry, name=names.get(entry.name, entry.name)) for entry in entries], max_shard_size)
-    target, problem = Path(os.path.realpath(target)), ""
+    shards = plan_shards(
+        [replace(entry, name=names.get(entry.name, entry.name)) for entry in entries],
+        max_shard_size,
+    )
+    target = Path(os.path.realpath(target))
+    problem = ""
     merge = merge and target.is_dir()
-    metadata = {"format": "pt"} | ({} if fingerprint is None else {FINGERPRINT: fingerprint.model_dump_json()})
+    metadata = {"format": "pt"} | (
+        {} if fingerprint is None else {FINGERPRINT: fingerprint.model_dump_json()}
+    )
     # Files are moved only within a file system, and the target of a merge may be a mount point.
     with partial_directory(target / CONFIG if merge else target) as temporary:
         _write_weights(temporary, shards, metadata)
         _write_configs(temporary, native, generation)
         if tokenizer is not None:
-            copy_tokenizer(tokenizer, temporary, getattr(native.config, "max_position_embeddings", None))
+            copy_tokenizer(
+                tokenizer, temporary, getattr(native.config, "max_position_embeddings", None)
+            )
             problem = match_tokenizer(temporary, open_tokenizer(tokenizer))
         if card is not None and not _is_edited(target / CARD):
             (temporary / CARD).write_text(f"{card}\n{_digest_line(card)}\n", encoding="utf-8")
         if merge:
             _move_into(temporary, target)
         else:
-            replaced = ID_FILES if tokenizer is not None else ()  # an older tokenizer's files would change the ids
+            replaced = (
+                ID_FILES if tokenizer is not None else ()
+            )  # an older tokenizer's files would change the ids
             put_in_place(temporary, target, lambda name: _is_weights(name) or name in replaced)
     if problem:
         raise _without_tokenizer(target, tokenizer, config.model_type, problem)
 
 
-def _without_tokenizer(target: Path, tokenizer: Path | None, model_type: str, problem: str) -> UserError:
+def _without_tokenizer(
+    target: Path, tokenizer: Path | None, model_type: str, problem: str
+) -> UserError:
     return UserError(
-        f"{target}: written without a tokenizer, because transformers would open {tokenizer} with other ids in a "
+        f"{target}: written without a tokenizer, because transformers would open {tokenizer} with "
+        "other ids in a "
         f"{model_type} directory: {problem}; open the tokenizer from {tokenizer} itself"
     )
 
@@ -194,18 +248,23 @@ def _write_configs(directory: Path, native: Any, generation: GenerationConfig | 
     native.config.save_pretrained(directory)
     settings = generation or getattr(native, "generation_config", None)
     if settings is not None:
-        # `save_pretrained` would refuse flags without effect, such as top_p without do_sample, of existing files.
+        # `save_pretrained` would refuse flags without effect, such as top_p without do_sample, of
+        # existing files.
         settings.to_json_file(directory / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
 
 
 def _check_entries(entries: Iterable[Entry], native: nn.Module, config: PretrainedConfig) -> None:
     """Check that these are the tensors of the native class."""
     aliases = aliases_of(config)
-    expected = {name: shape for name, shape in stored_shapes(native, config).items() if name not in aliases}
+    expected = {
+        name: shape for name, shape in stored_shapes(native, config).items() if name not in aliases
+    }
     shapes = {entry.name: tuple(entry.shape) for entry in entries}
     for name in sorted(expected.keys() | shapes.keys()):
         if shapes.get(name) != expected.get(name):
-            problem = f"{type(native).__name__} expects {expected.get(name)}, found {shapes.get(name)}"
+            problem = (
+                f"{type(native).__name__} expects {expected.get(name)}, found {shapes.get(name)}"
+            )
             raise UserError(f"tensor {name}: {problem}")
 
 
@@ -241,7 +300,9 @@ def _move_into(written: Path, target: Path) -> None:
             file.unlink()
 
 
-def _write_weights(directory: Path, shards: dict[str, list[Entry]], metadata: dict[str, str]) -> None:
+def _write_weights(
+    directory: Path, shards: dict[str, list[Entry]], metadata: dict[str, str]
+) -> None:
     for file, entries in shards.items():
         checked = [replace(entry, read=partial(_read_finite, entry)) for entry in entries]
         write_tensors(directory / file, checked, metadata, hashed=False)
@@ -255,13 +316,17 @@ def _write_weights(directory: Path, shards: dict[str, list[Entry]], metadata: di
         },
         "weight_map": {entry.name: file for file, entries in shards.items() for entry in entries},
     }
-    (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (directory / INDEX).write_text(
+        json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
 def _read_finite(entry: Entry) -> Tensor:
     tensor = entry.read()
     if entry.dtype == torch.float16 and not is_finite(tensor):
-        raise UserError(f"tensor {entry.name} has values beyond fp16's range; export it in bf16 or fp32")
+        raise UserError(
+            f"tensor {entry.name} has values beyond fp16's range; export it in bf16 or fp32"
+        )
     return tensor
 
 
@@ -276,7 +341,8 @@ def save_pretrained(
     max_shard_size: str = MAX_SHARD_SIZE,
     merge: bool = False,
 ) -> None:
-    """Write a live model as its native class. Collective; global rank 0 writes, and its error is raised on all ranks.
+    """Write a live model as its native class. Collective; global rank 0 writes, and its error is
+    raised on all ranks.
 
     Args:
         parameters: the model's, by name; sharded over the topology's TP group as their layouts say.
@@ -286,7 +352,11 @@ def save_pretrained(
     stored_dtype = dtype or next(iter(parameters.values())).dtype
     entries = live_entries(parameters, config, topology.tensor_group, stored_dtype)
     # Every rank takes part in every gather, in the order in which rank 0 writes.
-    reads = (entry.read() for planned in plan_shards(entries, max_shard_size).values() for entry in planned)
+    reads = (
+        entry.read()
+        for planned in plan_shards(entries, max_shard_size).values()
+        for entry in planned
+    )
     streamed = [replace(entry, read=partial(next, reads)) for entry in entries]
 
     def write() -> None:
@@ -302,7 +372,9 @@ def save_pretrained(
             )
         except (UserError, OSError):
             raise
-        except Exception as error:  # transformers' own: the other ranks must not wait for one that has failed
+        except (
+            Exception
+        ) as error:  # transformers' own: the other ranks must not wait for one that has failed
             raise UserError(f"{directory}: {first_line(error)}") from error
         finally:
             deque(reads, maxlen=0)  # after a failure the other ranks still wait in their gathers
@@ -324,10 +396,18 @@ def save_state_dict(
     dtype: torch.dtype | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write whole weights, by our names, as a native model into a directory that may have other files."""
+    """Write whole weights, by our names, as a native model into a directory that may have other
+    files.
+    """
     shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     stored_dtype = dtype or next(iter(state_dict.values())).dtype
     entries = native_entries(config, shapes, lambda name: state_dict[name].detach(), stored_dtype)
     write_native(
-        directory, config, entries, generation=generation, max_shard_size=max_shard_size, overwrite=True, merge=True
+        directory,
+        config,
+        entries,
+        generation=generation,
+        max_shard_size=max_shard_size,
+        overwrite=True,
+        merge=True,
     )

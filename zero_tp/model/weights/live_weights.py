@@ -17,7 +17,8 @@ from zero_tp.parallel.topology import Topology
 
 
 class LiveSource:
-    """A `WeightSource` that reads a live model of transformers' own class; each rank takes its shards.
+    """A `WeightSource` that reads a live model of transformers' own class; each rank takes its
+    shards.
 
     If ZeRO-3 has partitioned the model, the constructor gathers all of it on every rank.
 
@@ -33,16 +34,26 @@ class LiveSource:
         self.generation = getattr(model, "generation_config", None)
 
     def fill(
-        self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
+        self,
+        local: Tensor,
+        name: str,
+        whole: Sequence[int],
+        layout: Layout,
+        init: Init,
+        topology: Topology,
     ) -> None:
         parameter = self.weights[name].from_hf(self.tensors)
         if tuple(parameter.shape) != tuple(whole):
-            raise ValueError(f"{name}: expected shape {tuple(whole)}, the model has {tuple(parameter.shape)}")
+            raise ValueError(
+                f"{name}: expected shape {tuple(whole)}, the model has {tuple(parameter.shape)}"
+            )
         local.copy_(layout.shard(parameter, topology.tensor_rank, topology.tensor))
 
 
 def gather_parameter(parameter: nn.Parameter) -> Tensor:
-    """Return a parameter, or a whole copy of one that ZeRO-3 has partitioned, which is collective."""
+    """Return a parameter, or a whole copy of one that ZeRO-3 has partitioned, which is
+    collective.
+    """
     if not hasattr(parameter, "ds_tensor"):
         return parameter.detach()
     deepspeed = sys.modules["deepspeed"]
@@ -54,32 +65,41 @@ def gather_parameter(parameter: nn.Parameter) -> Tensor:
 def load_native(
     parameters: Mapping[str, nn.Parameter], config: PretrainedConfig, tensors: Mapping[str, Tensor]
 ) -> tuple[list[str], list[str]]:
-    """Copy a Hugging Face state dict, or a part of one, into parameters that neither TP nor ZeRO-3 has sharded.
+    """Copy a Hugging Face state dict, or a part of one, into parameters that neither TP nor ZeRO-3
+    has sharded.
 
     Args:
         parameters: the model's, by our names.
         tensors: the state dict, by the names of the native class or of its files.
 
     Returns:
-        (missing, unexpected): names of the model that `tensors` lacks, and names that the model lacks.
+        (missing, unexpected): names of the model that `tensors` lacks, and names that the model
+        lacks.
 
     Raises:
         RuntimeError: a tensor has another shape than the model's, or tied tensors differ.
     """
-    aliases, missing = aliases_of(config), list[str]()
+    aliases = aliases_of(config)
+    missing = list[str]()
     names = set(aliases)
-    names_of_files = {file_name: name for name, file_name in architecture_of(config).file_names.items()}
+    names_of_files = {
+        file_name: name for name, file_name in architecture_of(config).file_names.items()
+    }
     tensors = {names_of_files.get(name, name): tensor for name, tensor in tensors.items()}
     tensors = file_tensors(weights_of(config), tensors)
     for alias, source in aliases.items():
-        if alias in tensors and not torch.equal(tensors[alias], tensors.setdefault(source, tensors[alias])):
+        if alias in tensors and not torch.equal(
+            tensors[alias], tensors.setdefault(source, tensors[alias])
+        ):
             raise RuntimeError(f"tensors {source} and {alias} differ, but the config ties them")
     for weight in weights_of(config):
         names |= set(weight.names)
         missing += [name for name in weight.names if name not in tensors and name not in missing]
         for name, shape in weight.shapes(tuple(parameters[weight.our_name].shape)).items():
             if name in tensors and tuple(tensors[name].shape) != shape:
-                raise RuntimeError(f"{name}: shape {tuple(tensors[name].shape)}, the model has {shape}")
+                raise RuntimeError(
+                    f"{name}: shape {tuple(tensors[name].shape)}, the model has {shape}"
+                )
         parameter = weight.as_rows(parameters[weight.our_name])
         for name, spans in weight.spans(parameter.shape[0]).items():
             if name in tensors:

@@ -14,7 +14,10 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+)
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from zero_tp.base.errors import UserError, first_line, shown
@@ -46,7 +49,13 @@ from zero_tp.parallel.spans import Index, Spans, overlaps, zero_padding
 from zero_tp.parallel.topology import Topology
 
 FLOATING_DTYPES = ("F64", "F32", "BF16", "F16")
-EXTERNAL = ("configuration_files", "transformers_weights", "fusion_config", "kernel_config", "distributed_config")
+EXTERNAL = (
+    "configuration_files",
+    "transformers_weights",
+    "fusion_config",
+    "kernel_config",
+    "distributed_config",
+)
 """Fields of a config.json that make transformers load other files or code."""
 LOADING_PROBLEMS = {
     "missing_keys": "weights missing in the files:",
@@ -59,27 +68,37 @@ LAYER_COUNT_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def native_model(config: PretrainedConfig, *, with_buffers: bool = False) -> Any:
-    """Build transformers' native model on the meta device: the table's class, else AutoModelForCausalLM's.
+    """Build transformers' native model on the meta device: the table's class, else
+    AutoModelForCausalLM's.
 
     Args:
         with_buffers: its buffers, such as rotary frequencies, have values.
     """
     with init_empty_weights(include_buffers=not with_buffers):
         if config.model_type in ARCHITECTURES:
-            native, config = getattr(transformers, native_class_of(config)), copy.deepcopy(config)
+            native = getattr(transformers, native_class_of(config))
+            config = copy.deepcopy(config)
             if not native._supports_sdpa:  # MegatronBert
                 config._attn_implementation = "eager"
-            return native(config)  # not by `_from_config`, which partitions over ranks where Trainer runs ZeRO-3
+            return native(
+                config
+            )  # not by `_from_config`, which partitions over ranks where Trainer runs ZeRO-3
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def stored_shapes(native: Any, config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a native model's tensors, by the names that files of its weights have."""
-    return {name: tuple(tensor.shape) for name, tensor in file_tensors(weights_of(config), native.state_dict()).items()}
+    """Return the shapes of a native model's tensors, by the names that files of its weights
+    have.
+    """
+    return {
+        name: tuple(tensor.shape)
+        for name, tensor in file_tensors(weights_of(config), native.state_dict()).items()
+    }
 
 
 class PretrainedSource:
-    """A `WeightSource` that reads this rank's slices of a Hugging Face directory as parameters are made.
+    """A `WeightSource` that reads this rank's slices of a Hugging Face directory as parameters are
+    made.
 
     The constructor checks names, shapes and dtypes; it reads no data.
 
@@ -92,7 +111,14 @@ class PretrainedSource:
         new_heads: descriptions of those heads.
     """
 
-    def __init__(self, directory: Path, config: PretrainedConfig, *, allow_pickle: bool = False, seed: int = 0):
+    def __init__(
+        self,
+        directory: Path,
+        config: PretrainedConfig,
+        *,
+        allow_pickle: bool = False,
+        seed: int = 0,
+    ):
         self.directory = directory
         tensors = open_weights(directory, allow_pickle)
         _check_layers(directory, config, tensors)
@@ -101,27 +127,46 @@ class PretrainedSource:
         native = native_model(config)
         expected = stored_shapes(native, config)
         self.tensors = unstack_experts(tensors, self.weights.values(), native, directory)
-        self.file_names = _match_names(self.tensors, expected.keys(), architecture_of(config), directory)
+        self.file_names = _match_names(
+            self.tensors, expected.keys(), architecture_of(config), directory
+        )
         aliases = aliases_of(config)
-        # Old files hold an alias as well as its source, those of `safetensors.torch.save_model` one of them.
-        self.aliases = {source: alias for alias, source in aliases.items() if alias in self.file_names}
+        # Old files hold an alias as well as its source, those of `safetensors.torch.save_model` one
+        # of them.
+        self.aliases = {
+            source: alias for alias, source in aliases.items() if alias in self.file_names
+        }
         for source, alias in self.aliases.items():
             self.file_names.setdefault(source, self.file_names[alias])
         heads = architecture_of(config).optional_heads
-        self.new_heads = [head for head, pattern in heads.items() if _has_none_of(pattern, expected, self.file_names)]
+        self.new_heads = [
+            head
+            for head, pattern in heads.items()
+            if _has_none_of(pattern, expected, self.file_names)
+        ]
         absent_heads = "|".join(heads[head] for head in self.new_heads)
         self._seeded_init = SeededInit(seed)
         for name, shape in expected.items():
             if name in self.file_names:
-                _check_shape_and_dtype(directory, self.file_names[name], self.tensors[self.file_names[name]], shape)
+                _check_shape_and_dtype(
+                    directory, self.file_names[name], self.tensors[self.file_names[name]], shape
+                )
             elif name not in aliases and not re.fullmatch(absent_heads, name):
                 raise UserError(f"{directory}: no tensor {name}; expected shape {shape}")
 
     def describe_new_heads(self) -> str:
-        return f"{self.directory}: has no weights of {', '.join(self.new_heads)}: drawn from the seed"
+        return (
+            f"{self.directory}: has no weights of {', '.join(self.new_heads)}: drawn from the seed"
+        )
 
     def fill(
-        self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
+        self,
+        local: Tensor,
+        name: str,
+        whole: Sequence[int],
+        layout: Layout,
+        init: Init,
+        topology: Topology,
     ) -> None:
         weight = self.weights[name]
         if weight.names[0] not in self.file_names:
@@ -148,24 +193,31 @@ class PretrainedSource:
                 target[index] = self._slice(name, stored_index, transposed=weight.transposed)
 
     def _slice(self, hf_name: str, index: Index, *, transposed: bool) -> Tensor:
-        """Return a slice of a Hugging Face tensor; `index` is that of our parameter, which may be its transpose."""
+        """Return a slice of a Hugging Face tensor; `index` is that of our parameter, which may
+        be its transpose.
+        """
 
         def read(name: str) -> Tensor:
             tensor = self.tensors[self.file_names[name]]
             return (tensor.t() if transposed else tensor)[index]
 
-        source, alias = read(hf_name), self.aliases.get(hf_name)
+        source = read(hf_name)
+        alias = self.aliases.get(hf_name)
         if alias is not None and not torch.equal(source, read(alias)):
             raise _tie_error(self.directory, hf_name, alias)
         return source
 
 
 def _match_names(
-    tensors: Mapping[str, Tensor], expected: Collection[str], architecture: Architecture, directory: Path
+    tensors: Mapping[str, Tensor],
+    expected: Collection[str],
+    architecture: Architecture,
+    directory: Path,
 ) -> dict[str, str]:
     """Return name in the native class → name in the files.
 
-    Files of the bare model lack the prefix of the class with a head. Tensors that the architecture ignores are dropped.
+    Files of the bare model lack the prefix of the class with a head. Tensors that the architecture
+    ignores are dropped.
     """
     file_names: dict[str, str] = {}
     native_names = {file_name: name for name, file_name in architecture.file_names.items()}
@@ -175,7 +227,9 @@ def _match_names(
             name = name.removesuffix(old) + new if name.endswith(old) else name
         name = name if name in expected else architecture.base_prefix + name
         if name in file_names:
-            raise UserError(f"{directory}: tensors {file_names[name]} and {file_name} are both {name}")
+            raise UserError(
+                f"{directory}: tensors {file_names[name]} and {file_name} are both {name}"
+            )
         if name in expected:
             file_names[name] = file_name
         elif not _is_ignorable(name, architecture):
@@ -187,7 +241,9 @@ def _match_names(
 
 
 def _is_ignorable(name: str, architecture: Architecture) -> bool:
-    """Return whether a tensor, named with the prefix, belongs to an optional head or is an obsolete buffer."""
+    """Return whether a tensor, named with the prefix, belongs to an optional head or is an
+    obsolete buffer.
+    """
     patterns = [
         *architecture.optional_heads.values(),
         *(re.escape(architecture.base_prefix) + old for old in architecture.obsolete_tensors),
@@ -205,7 +261,9 @@ def _has_none_of(pattern: str, expected: Collection[str], present: Collection[st
 def non_finite_error(directory: Path, name: str, tensor: Tensor) -> UserError:
     """Return the error of a tensor that was read and holds NaN or Inf."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return UserError(f"{directory}: tensor {name} holds NaN or Inf as {dtype}; give another copy of the model")
+    return UserError(
+        f"{directory}: tensor {name} holds NaN or Inf as {dtype}; give another copy of the model"
+    )
 
 
 def generation_config(directory: Path) -> GenerationConfig | None:
@@ -223,9 +281,11 @@ def generation_config(directory: Path) -> GenerationConfig | None:
 def open_any_config(directory: Path) -> PretrainedConfig:
     """Open the config of a Hugging Face directory of any model that transformers has a class for.
 
-    Code that comes with the directory is never run: a config with an `auto_map` is read by transformers' own class.
+    Code that comes with the directory is never run: a config with an `auto_map` is read by
+    transformers' own class.
     """
-    raw, path = read_config_json(directory), directory / CONFIG
+    raw = read_config_json(directory)
+    path = directory / CONFIG
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         why = "transformers has no class of its own for it"
@@ -247,7 +307,9 @@ def open_any_config(directory: Path) -> PretrainedConfig:
 
 
 def open_config(directory: Path) -> PretrainedConfig:
-    """Open the config of a Hugging Face directory of any causal language model that transformers has a class for."""
+    """Open the config of a Hugging Face directory of any causal language model that transformers
+    has a class for.
+    """
     config = open_any_config(directory)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{directory}: {config.model_type} is not a causal language model")
@@ -255,22 +317,37 @@ def open_config(directory: Path) -> PretrainedConfig:
 
 
 def _check_fields(raw: dict[str, Any], path: Path) -> None:
-    """Refuse fields by which transformers would load other files or run code, and more layers than any model has."""
+    """Refuse fields by which transformers would load other files or run code, and more layers
+    than any model has.
+    """
     for name, value in raw.items():
         if isinstance(value, dict):
             _check_fields(value, path)
         if value is not None and name in EXTERNAL:
-            raise UserError(f"{path}: {name} {shown(value)}: transformers would load other files; give another model")
+            raise UserError(
+                f"{path}: {name} {shown(value)}: transformers would load other files; give another "
+                "model"
+            )
         if name.endswith(("attn_implementation", "experts_implementation")) and "/" in str(value):
-            raise UserError(f"{path}: {name} {shown(value)}: code from elsewhere is never run; remove it from the file")
+            raise UserError(
+                f"{path}: {name} {shown(value)}: code from elsewhere is never run; remove it from "
+                "the file"
+            )
         if name in LAYER_COUNT_FIELDS and isinstance(value, int) and value > MAX_LAYERS:
-            raise UserError(f"{path}: {name} {shown(value)}: more layers than any model has; mend the file")
+            raise UserError(
+                f"{path}: {name} {shown(value)}: more layers than any model has; mend the file"
+            )
 
 
 def open_model(
-    directory: Path, config: PretrainedConfig, dtype: torch.dtype | str = "auto", *, allow_pickle: bool = False
+    directory: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype | str = "auto",
+    *,
+    allow_pickle: bool = False,
 ) -> Any:
-    """Open a Hugging Face directory as transformers' own causal class, whatever its architecture, on the CPU.
+    """Open a Hugging Face directory as transformers' own causal class, whatever its architecture,
+    on the CPU.
 
     Args:
         config: of `open_config`.
@@ -282,14 +359,21 @@ def open_model(
     try:
         native = native_model(config)
     except Exception as error:  # a config can make a class raise anything
-        raise UserError(f"{directory / CONFIG}: transformers can't make its model: {first_line(error)}") from error
-    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and getattr(native.config, "is_decoder", True) is False:
         raise UserError(
-            f"{directory}: {config.model_type} is an encoder, whose tokens see those after them; give a model that "
+            f"{directory / CONFIG}: transformers can't make its model: {first_line(error)}"
+        ) from error
+    if (
+        type(config) in MODEL_FOR_MASKED_LM_MAPPING
+        and getattr(native.config, "is_decoder", True) is False
+    ):
+        raise UserError(
+            f"{directory}: {config.model_type} is an encoder, whose tokens see those after them; "
+            "give a model that "
             "predicts the next token"
         )
     _check_native(directory, native, tensors)
-    generation, verbosity = generation_config(directory), logging.get_verbosity()
+    generation = generation_config(directory)
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # LOADING_PROBLEMS reports mismatches in one line
     try:
         # With output_loading_info it returns a pair, which its annotations don't say.
@@ -304,7 +388,10 @@ def open_model(
     for kind, problem in LOADING_PROBLEMS.items():
         if names := sorted(map(str, loading[kind])):
             listed = f"{', '.join(names[:3])} ({len(names)} in all)"
-            raise UserError(f"{directory}: {problem} {listed}; {type(model).__name__} with this {CONFIG} has others")
+            raise UserError(
+                f"{directory}: {problem} {listed}; {type(model).__name__} with this {CONFIG} has "
+                "others"
+            )
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not is_finite(parameter):
             raise non_finite_error(directory, name, parameter)
@@ -316,13 +403,21 @@ def _check_layers(directory: Path, config: PretrainedConfig, tensors: Mapping[st
     """Refuse a config with more layers than tensors before its layers are made."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > len(tensors):
-        raise UserError(f"{directory}: its config has {layers:,} layers, its files only {len(tensors):,} tensors")
+        raise UserError(
+            f"{directory}: its config has {layers:,} layers, its files only {len(tensors):,} "
+            "tensors"
+        )
 
 
 def _check_native(directory: Path, native: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Check shapes, dtypes and ties of the tensors that belong to the class, with or without its base prefix."""
-    expected = {name: tensor for name, tensor in native.state_dict().items() if tensor.is_floating_point()}
-    prefix, stored = f"{native.base_model_prefix}.", dict[str, str]()
+    """Check shapes, dtypes and ties of the tensors that belong to the class, with or without its
+    base prefix.
+    """
+    expected = {
+        name: tensor for name, tensor in native.state_dict().items() if tensor.is_floating_point()
+    }
+    prefix = f"{native.base_model_prefix}."
+    stored = dict[str, str]()
     for file_name, tensor in tensors.items():
         name = next((name for name in (file_name, prefix + file_name) if name in expected), None)
         if name is None:
@@ -332,20 +427,32 @@ def _check_native(directory: Path, native: Any, tensors: Mapping[str, Tensor]) -
         stored[name] = file_name
         _check_shape_and_dtype(directory, file_name, tensor, tuple(expected[name].shape))
     for alias, source in native.all_tied_weights_keys.items():
-        if alias in stored and source in stored and not torch.equal(tensors[stored[alias]], tensors[stored[source]]):
+        if (
+            alias in stored
+            and source in stored
+            and not torch.equal(tensors[stored[alias]], tensors[stored[source]])
+        ):
             raise _tie_error(directory, stored[source], stored[alias])
 
 
-def _check_shape_and_dtype(directory: Path, name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+def _check_shape_and_dtype(
+    directory: Path, name: str, tensor: Tensor, expected: tuple[int, ...]
+) -> None:
     if tuple(tensor.shape) != expected:
-        raise UserError(f"{directory}: tensor {name}: expected shape {expected}, found {tuple(tensor.shape)}")
+        raise UserError(
+            f"{directory}: tensor {name}: expected shape {expected}, found {tuple(tensor.shape)}"
+        )
     dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
     if dtype not in FLOATING_DTYPES:
-        raise UserError(f"{directory}: tensor {name}: expected one of {', '.join(FLOATING_DTYPES)}, found {dtype}")
+        raise UserError(
+            f"{directory}: tensor {name}: expected one of {', '.join(FLOATING_DTYPES)}, found "
+            f"{dtype}"
+        )
 
 
 def _tie_error(directory: Path, source: str, alias: str) -> UserError:
     return UserError(
-        f"{directory}: tensors {source} and {alias} differ, but its config ties them; set tie_word_embeddings to false "
+        f"{directory}: tensors {source} and {alias} differ, but its config ties them; set "
+        "tie_word_embeddings to false "
         f"in its {CONFIG}"
     )

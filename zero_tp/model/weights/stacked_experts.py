@@ -17,7 +17,8 @@ def unstack_experts(
 ) -> dict[str, Tensor]:
     """Return a file's tensors with one for each expert, views of the stacked ones.
 
-    `save_pretrained` writes one tensor for each expert. A saved `state_dict` has those of the class.
+    `save_pretrained` writes one tensor for each expert. A saved `state_dict` has those of the
+    class.
 
     Args:
         native: the class's model, which has the shapes. directory: for error messages.
@@ -25,13 +26,17 @@ def unstack_experts(
     Raises:
         UserError: a stacked tensor of another shape, or the same experts twice.
     """
-    unstacked, prefix = dict(tensors), f"{native.base_model_prefix}."
+    unstacked = dict(tensors)
+    prefix = f"{native.base_model_prefix}."
     shapes = {name: tuple(tensor.shape) for name, tensor in native.state_dict().items()}
     for weight in weights:
         native_name = weight.native_name
         if native_name is None or native_name in weight.names:
             continue
-        name = next((name for name in (native_name, native_name.removeprefix(prefix)) if name in unstacked), None)
+        name = next(
+            (name for name in (native_name, native_name.removeprefix(prefix)) if name in unstacked),
+            None,
+        )
         if name is None:
             continue
         stacked = unstacked.pop(name)

@@ -6,12 +6,17 @@ import ctypes
 import os
 
 # Parameters of mallopt(3), whose values are ints.
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
+_TRIM_THRESHOLD = -1
+_TOP_PAD = -2
+_MMAP_MAX = -4
+_ARENA_MAX = -8
 _TOP_PAD_BYTES = 2**28
 
 
 def can_keep_freed_memory() -> bool:
-    """Return whether `keep_freed_memory` has an effect: with glibc, unless the environment sets its allocator."""
+    """Return whether `keep_freed_memory` has an effect: with glibc, unless the environment sets
+    its allocator.
+    """
     tuned = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     tuned = tuned or any(name.startswith("MALLOC_") for name in os.environ)
     return not tuned and hasattr(ctypes.CDLL(None), "mallopt")
@@ -20,10 +25,16 @@ def can_keep_freed_memory() -> bool:
 def keep_freed_memory() -> None:
     """Keep freed memory in this process, if its allocator can.
 
-    By default glibc maps each large block and unmaps it when it is freed. A training step allocates the same blocks
-    again, and the kernel zeroes their pages each time. All threads share one heap: gloo's threads would have their own,
-    of 64 MiB each, and still map each reduction's larger blocks.
+    By default glibc maps each large block and unmaps it when it is freed. A training step allocates
+    the same blocks again, and the kernel zeroes their pages each time. All threads share one heap:
+    gloo's threads would have their own, of 64 MiB each, and still map each reduction's larger
+    blocks.
     """
     if can_keep_freed_memory():
-        for name, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, _TOP_PAD_BYTES), (_ARENA_MAX, 1)):
+        for name, value in (
+            (_MMAP_MAX, 0),
+            (_TRIM_THRESHOLD, -1),
+            (_TOP_PAD, _TOP_PAD_BYTES),
+            (_ARENA_MAX, 1),
+        ):
             ctypes.CDLL(None).mallopt(name, value)

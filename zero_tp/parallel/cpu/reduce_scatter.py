@@ -1,4 +1,6 @@
-"""A reduce-scatter over gloo as an all-to-all and local sums: 0.8 ms where gloo's own takes 2.8 ms (2 MiB, 2 ranks)."""
+"""A reduce-scatter over gloo as an all-to-all and local sums: 0.8 ms where gloo's own takes 2.8
+ms (2 MiB, 2 ranks).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ def start(
     """Send each rank its piece of dimension 0. [t·n, *] → the ranks' pieces, [t·n, *].
 
     Returns:
-        The received pieces, the work to wait for, and the function that then adds them up, → [n, *].
+        The received pieces, the work to wait for, and the function that then adds them up, → [n,
+        *].
     """
     received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     work = dist.all_to_all_single(received, tensor.contiguous(), group=group, async_op=async_op)

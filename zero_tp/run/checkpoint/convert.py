@@ -20,7 +20,11 @@ from zero_tp.model.weights.export import MAX_SHARD_SIZE, check_target, native_en
 from zero_tp.run.checkpoint.directory import check_content
 from zero_tp.run.checkpoint.find import RunCheckpoint, find_checkpoint
 from zero_tp.run.checkpoint.reader import CheckpointReader
-from zero_tp.run.checkpoint.run_tokenizer import check_run_tokenizer, find_run_tokenizer, uncompared_tokenizer
+from zero_tp.run.checkpoint.run_tokenizer import (
+    check_run_tokenizer,
+    find_run_tokenizer,
+    uncompared_tokenizer,
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ def to_huggingface(
 
     Args:
         tokenizer: directory to copy in; by default the run's.
-        card: returns the model card of a checkpoint (zero_tp/tools/report/card.py); by default none.
+        card: returns the model card of a checkpoint (zero_tp/tools/report/card.py); by default
+            none.
     """
     checkpoint = find_checkpoint(source)
     manifest = checkpoint.manifest
@@ -74,7 +79,9 @@ def to_huggingface(
         output,
         config,
         entries,
-        generation=GenerationConfig(**manifest.generation) if manifest.generation is not None else None,
+        generation=GenerationConfig(**manifest.generation)
+        if manifest.generation is not None
+        else None,
         tokenizer=tokenizer,
         fingerprint=fingerprint,
         max_shard_size=max_shard_size,

@@ -1,6 +1,7 @@
 """The directory of a run's checkpoints: each checkpoint is complete or absent.
 
-Ranks write into a temporary directory. Rank 0 writes the manifest there, renames the directory and replaces `latest`.
+Ranks write into a temporary directory. Rank 0 writes the manifest there, renames the directory and
+replaces `latest`.
 """
 
 from __future__ import annotations
@@ -25,14 +26,33 @@ from zero_tp.base.errors import ConfigError, UserError
 from zero_tp.base.files import read_regular, remove, sync, wait_until_visible, write_atomically
 from zero_tp.base.settings.removed import drop_removed_keys
 from zero_tp.base.strict_json import InvalidJson, parse_json, parse_object
-from zero_tp.run.checkpoint.manifest import FORMAT, OWN_HASH, Manifest, ManifestFile, content_hash, parse_manifest
+from zero_tp.run.checkpoint.manifest import (
+    FORMAT,
+    OWN_HASH,
+    Manifest,
+    ManifestFile,
+    content_hash,
+    parse_manifest,
+)
 
 if TYPE_CHECKING:
     from zero_tp.parallel.safetensors_files import FileDigest
 
-MANIFEST, LATEST, TEMPORARY = "manifest.json", "latest", ".writing"
-DAMAGE_ERRNOS = (errno.EBADMSG, errno.EFBIG, errno.EINVAL, errno.EIO, errno.EISDIR, errno.ELOOP, errno.EUCLEAN)
-"""Errors of reading that mean damage. Others, such as a lost file server or no permission, may be temporary."""
+MANIFEST = "manifest.json"
+LATEST = "latest"
+TEMPORARY = ".writing"
+DAMAGE_ERRNOS = (
+    errno.EBADMSG,
+    errno.EFBIG,
+    errno.EINVAL,
+    errno.EIO,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.EUCLEAN,
+)
+"""Errors of reading that mean damage. Others, such as a lost file server or no permission, may
+be temporary.
+"""
 _STEP = re.compile(r"step_(\d{8,})")
 
 
@@ -41,7 +61,9 @@ class Damaged(UserError):
 
     def __init__(self, file: Path, problem: str):
         super().__init__(f"{file}: {problem}; the checkpoint is damaged: use another one")
-        self.file, self.problem, self.checkpoint = file, problem, file.parent
+        self.file = file
+        self.problem = problem
+        self.checkpoint = file.parent
 
     def __reduce__(self) -> Any:
         return Damaged, (self.file, self.problem)
@@ -67,7 +89,8 @@ def complete_steps(run: Path) -> list[int]:
 def refresh_view(run: Path) -> None:
     """Make this machine see checkpoints that other machines have written to a network file system.
 
-    An NFS client may cache a directory for `files.NFS_VIEW_SECONDS`; creating a file there makes it ask the server.
+    An NFS client may cache a directory for `files.NFS_VIEW_SECONDS`; creating a file there makes it
+    ask the server.
     """
     if checkpoints_directory(run).is_dir():
         tempfile.NamedTemporaryFile(dir=checkpoints_directory(run), prefix=".probe.").close()
@@ -81,9 +104,13 @@ def incomplete_after(source: Path, step: int) -> tuple[str, ...]:
 
 
 def checkpoint_notes(source: Path, checkpoint: Path, manifest: Manifest) -> tuple[str, ...]:
-    """Return a line on each newer incomplete checkpoint of `source`, and on each removed key of the run's config."""
+    """Return a line on each newer incomplete checkpoint of `source`, and on each removed key of
+    the run's config.
+    """
     _, notes = drop_removed_keys(manifest.config)
-    return incomplete_after(source, manifest.step) + tuple(f"{checkpoint}: {note}" for note in notes)
+    return incomplete_after(source, manifest.step) + tuple(
+        f"{checkpoint}: {note}" for note in notes
+    )
 
 
 def _steps(run: Path) -> list[int]:
@@ -92,7 +119,9 @@ def _steps(run: Path) -> list[int]:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the manifest, checked against its own hash; `check_sizes` and `check_content` check the listed files."""
+    """Return the manifest, checked against its own hash; `check_sizes` and `check_content` check
+    the listed files.
+    """
     path = checkpoint / MANIFEST
     try:
         manifest = parse_manifest(parse_object(read_regular(path)))
@@ -137,7 +166,9 @@ def check_sizes(checkpoint: Path, files: Mapping[str, ManifestFile]) -> None:
             raise Damaged(file, f"has {status.st_size} bytes, not {listed.bytes}")
 
 
-def check_content(checkpoint: Path, files: Mapping[str, ManifestFile], *, progress: bool = True) -> None:
+def check_content(
+    checkpoint: Path, files: Mapping[str, ManifestFile], *, progress: bool = True
+) -> None:
     """Check sizes, then read the files and compare their SHA-256s with the manifest's.
 
     Raises:
@@ -148,7 +179,9 @@ def check_content(checkpoint: Path, files: Mapping[str, ManifestFile], *, progre
     check_sizes(checkpoint, files)
     total = sum(listed.bytes for listed in files.values())
     disable = None if progress else True  # tqdm's None: show the bar on a terminal only
-    with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=disable, leave=False) as bar:
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc="verify", disable=disable, leave=False
+    ) as bar:
         for name, listed in sorted(files.items()):
             file = checkpoint / name
             try:
@@ -165,13 +198,17 @@ def _read_error(file: Path, error: OSError) -> UserError:
         return Damaged(file, "is missing")
     if error.errno in DAMAGE_ERRNOS:
         return Damaged(file, f"cannot be read ({error.strerror})")
-    return UserError(f"{file}: cannot be read now ({error.strerror}); the file may be intact, start again")
+    return UserError(
+        f"{file}: cannot be read now ({error.strerror}); the file may be intact, start again"
+    )
 
 
 def begin(run: Path) -> Path:
-    """Begin a save: remove the files of a killed one and make a temporary directory for the ranks. Rank 0 calls it.
+    """Begin a save: remove the files of a killed one and make a temporary directory for the ranks.
+    Rank 0 calls it.
 
-    The name is random: another machine's cache may resolve an old name to the previous save's directory.
+    The name is random: another machine's cache may resolve an old name to the previous save's
+    directory.
     """
     remove(checkpoints_directory(run) / TEMPORARY)
     temporary = checkpoints_directory(run) / TEMPORARY / secrets.token_hex(8)
@@ -187,11 +224,13 @@ def commit(
     files: dict[str, FileDigest],
     check_owner: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Write the manifest and rename the temporary directory. Rank 0 calls it, after all ranks have written.
+    """Write the manifest and rename the temporary directory. Rank 0 calls it, after all ranks have
+    written.
 
     Args:
         files: every file that the ranks wrote and flushed.
-        check_owner: called before the checkpoint and `latest` are renamed; raises if another launch owns the run.
+        check_owner: called before the checkpoint and `latest` are renamed; raises if another launch
+            owns the run.
 
     Returns:
         Notes for the log: failures after the rename, when the checkpoint is already complete.
@@ -200,7 +239,8 @@ def commit(
         path = temporary / name
         if not wait_until_visible(partial(_has_size, path, written.size), run):
             raise UserError(
-                f"{path}: missing or incomplete on rank 0's node; put the run directory on storage that all nodes share"
+                f"{path}: missing or incomplete on rank 0's node; put the run directory on storage "
+                "that all nodes share"
             )
     listed = {
         name: {"bytes": written.size, "sha256": written.sha256, "parts": list(written.parts)}
@@ -240,7 +280,9 @@ def abandon(temporary: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint: rename it into the directory that the next `begin` clears, then delete it there."""
+    """Remove a checkpoint: rename it into the directory that the next `begin` clears, then
+    delete it there.
+    """
     renamed = checkpoint.parent / TEMPORARY / secrets.token_hex(8)
     renamed.parent.mkdir(exist_ok=True)
     os.replace(checkpoint, renamed)
@@ -250,8 +292,12 @@ def _remove(checkpoint: Path) -> None:
 
 
 def prune(run: Path, keep: int, keep_every: int | None = None) -> list[int]:
-    """Remove all checkpoints but the newest `keep` and multiples of `keep_every`; return the removed steps."""
-    sync(checkpoints_directory(run), below=False)  # flush the names of the remaining checkpoints first
+    """Remove all checkpoints but the newest `keep` and multiples of `keep_every`; return the
+    removed steps.
+    """
+    sync(
+        checkpoints_directory(run), below=False
+    )  # flush the names of the remaining checkpoints first
     removed = []
     for step in complete_steps(run)[:-keep]:
         if keep_every is None or step % keep_every:
@@ -261,16 +307,19 @@ def prune(run: Path, keep: int, keep_every: int | None = None) -> list[int]:
 
 
 def set_aside_newer(run: Path, step: int) -> list[str]:
-    """Set aside the checkpoints that are newer than `step`, from which the run resumes; return a line on each.
+    """Set aside the checkpoints that are newer than `step`, from which the run resumes; return a
+    line on each.
 
-    Rank 0 calls it before the run's logs are truncated at `step`. The newest is moved last, so a run that is killed in
-    between still resumes from it.
+    Rank 0 calls it before the run's logs are truncated at `step`. The newest is moved last, so a
+    run that is killed in between still resumes from it.
     """
     notes = []
     for newer in complete_steps(run):
         if newer > step:
             aside = set_aside(step_directory(run, newer), "abandoned")
-            notes.append(f"step {newer} belongs to the branch abandoned at step {step}: set aside as {aside}")
+            notes.append(
+                f"step {newer} belongs to the branch abandoned at step {step}: set aside as {aside}"
+            )
     return notes
 
 
@@ -285,7 +334,8 @@ def set_aside(checkpoint: Path, reason: str = "damaged") -> Path:
         write_atomically(checkpoints_directory(run) / LATEST, _name(others[-1]) + "\n")
     else:
         (checkpoints_directory(run) / LATEST).unlink(missing_ok=True)
-    aside, count = checkpoint.with_name(f"{reason}_{checkpoint.name}"), 1
+    aside = checkpoint.with_name(f"{reason}_{checkpoint.name}")
+    count = 1
     while os.path.lexists(aside):
         count += 1
         aside = checkpoint.with_name(f"{reason}_{checkpoint.name}.{count}")

@@ -83,7 +83,10 @@ def find_checkpoint(source: Path, known: RunCheckpoint | None = None) -> RunChec
     if not (source / MANIFEST).is_file():
         steps = complete_steps(source)
         if not steps:
-            raise UserError(f"{source}: no complete checkpoint there; give a run directory or RUN/checkpoints/step_N")
+            raise UserError(
+                f"{source}: no complete checkpoint there; give a run directory or "
+                "RUN/checkpoints/step_N"
+            )
         path = step_directory(source, steps[-1])
     file_id = _file_id(path)
     if known is None or file_id is None or (known.path, known.file_id) != (path, file_id):
@@ -199,7 +202,9 @@ def _find_once(
     return replace(own, notes=notes)
 
 
-def _read_when_visible(path: Path, sha256: str, known: RunCheckpoint | None) -> RunCheckpoint | None:
+def _read_when_visible(
+    path: Path, sha256: str, known: RunCheckpoint | None
+) -> RunCheckpoint | None:
     """Wait until this machine sees the manifest with this hash; return the last one read, or None.
 
     A network file system may show the files of another machine late.
@@ -231,10 +236,13 @@ def verify_checkpoint(checkpoint: RunCheckpoint) -> None:
 
     from zero_tp.parallel.agreement import check_on_all_ranks
 
-    rank, world = 0, 1
+    rank = 0
+    world = 1
     if dist.is_initialized():
-        rank, world = dist.get_rank(), dist.get_world_size()
-    files, tensor = checkpoint.manifest.files, checkpoint.manifest.tensor
+        rank = dist.get_rank()
+        world = dist.get_world_size()
+    files = checkpoint.manifest.files
+    tensor = checkpoint.manifest.tensor
     names = [states_file(writer % tensor, writer // tensor) for writer in range(len(files))]
     share = {name: files[name] for name in names[rank::world]}
     check_on_all_ranks(partial(check_content, checkpoint.path, share, progress=rank == 0))

@@ -12,7 +12,13 @@ from zero_tp.run.checkpoint.manifest import Parallelism
 
 SIZES = (
     *("n_layer", "n_embd", "n_head", "n_positions"),
-    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *(
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ),
     *("max_position_embeddings", "vocab_size"),
 )
 
@@ -21,7 +27,8 @@ def inspect(source: Path, *, verify: bool = False) -> str:
     """Describe `source`, a run (its newest checkpoint) or a checkpoint, as a table.
 
     Args:
-        verify: also compare every file's checksum, and refuse a run with a newer directory that is no checkpoint.
+        verify: also compare every file's checksum, and refuse a run with a newer directory that is
+            no checkpoint.
     """
     checkpoint = find_checkpoint(source)
     manifest = checkpoint.manifest
@@ -31,15 +38,27 @@ def inspect(source: Path, *, verify: bool = False) -> str:
         raise UserError(checkpoint.notes[-1])
     check = check_content if verify else check_sizes
     check(checkpoint.path, manifest.files)
-    model, files = manifest.model, manifest.files
+    model = manifest.model
+    files = manifest.files
     rows = [
         ("checkpoint", str(checkpoint.path)),
         *([("complete", "steps " + ", ".join(f"{step:,}" for step in steps))] if steps else []),
         ("step", f"{manifest.step:,}"),
         ("saved at", str(Parallelism.from_manifest(manifest))),
-        *([("parent", f"{parent.checkpoint}, trained on {parent.tokens:,} tokens")] if parent else []),
-        ("model", f"{model['model_type']}: " + ", ".join(f"{name} {model[name]:,}" for name in SIZES if name in model)),
-        ("parameters", f"{sum(math.prod(entry.shape) for entry in manifest.parameters.values()):,}"),
+        *(
+            [("parent", f"{parent.checkpoint}, trained on {parent.tokens:,} tokens")]
+            if parent
+            else []
+        ),
+        (
+            "model",
+            f"{model['model_type']}: "
+            + ", ".join(f"{name} {model[name]:,}" for name in SIZES if name in model),
+        ),
+        (
+            "parameters",
+            f"{sum(math.prod(entry.shape) for entry in manifest.parameters.values()):,}",
+        ),
         ("states", ", ".join(manifest.kinds)),
         ("tokenizer", manifest.tokenizer or "none"),
         ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),

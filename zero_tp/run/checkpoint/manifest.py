@@ -1,6 +1,7 @@
 """The manifest of a checkpoint: one JSON file with a schema and the hash of its own content.
 
-It records the keys that no resume may change (`fixed_settings`) and the parallelism, which any resume may change.
+It records the keys that no resume may change (`fixed_settings`) and the parallelism, which any
+resume may change.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def states_file(tensor_rank: int, data_rank: int) -> str:
 
 
 class ManifestFile(ConfigModel):
-    """A file's size and hash: the SHA-256 of the SHA-256s of its 8 MiB `parts` (`safetensors_files.py`)."""
+    """A file's size and hash: the SHA-256 of the SHA-256s of its 8 MiB `parts`
+    (`safetensors_files.py`).
+    """
 
     bytes: Count
     sha256: Digest
@@ -47,7 +50,9 @@ class ManifestFile(ConfigModel):
 
 
 class ShardedParameter(ConfigModel):
-    """A parameter split over TP (`parallel.layout.Sharded`); `shape` is that of the whole parameter."""
+    """A parameter split over TP (`parallel.layout.Sharded`); `shape` is that of the whole
+    parameter.
+    """
 
     layout: Literal["Sharded"]
     dim: Count
@@ -111,7 +116,8 @@ class Manifest(ConfigModel):
         model, generation: Hugging Face's configs.
         kinds: names of each parameter's tensors: the master and the optimizer's states.
         fixed, corpora: the keys and corpora that no resume may change (see `fixed_settings`).
-        tokenizer, tokenizer_from_run: the tokenizer's hub name, or its path and the path relative to the run.
+        tokenizer, tokenizer_from_run: the tokenizer's hub name, or its path and the path relative
+            to the run.
         tokenizer_fingerprint: of the tokenizer or, in a run without one, of the corpora's.
         config: the resolved config that the run was started with.
         sha256: of the manifest's content (see `content_hash`).
@@ -151,16 +157,25 @@ def content_hash(manifest: dict[str, Any]) -> str:
 
 
 def parse_manifest(raw: dict[str, Any]) -> Manifest:
-    """Parse the JSON object of a manifest. A ConfigError names the wrong key: "format" if another version wrote it."""
+    """Parse the JSON object of a manifest. A ConfigError names the wrong key: "format" if
+    another version wrote it.
+    """
     if OWN_HASH in raw and raw[OWN_HASH] != (sha256 := content_hash(raw)):
-        raise ConfigError(OWN_HASH, f"the content has {sha256[:12]}…, the manifest says {shown(raw[OWN_HASH])[1:13]}…")
+        raise ConfigError(
+            OWN_HASH,
+            f"the content has {sha256[:12]}…, the manifest says {shown(raw[OWN_HASH])[1:13]}…",
+        )
     if raw.get("format") != FORMAT:
-        raise ConfigError("format", f"format {shown(raw.get('format'))}, this version reads {FORMAT}")
+        raise ConfigError(
+            "format", f"format {shown(raw.get('format'))}, this version reads {FORMAT}"
+        )
     manifest = validate(Manifest, raw, "")
     ranks = len(manifest.files)
     files = {states_file(*divmod(rank, manifest.data)) for rank in range(ranks)}
     if ranks != manifest.tensor * manifest.data or manifest.files.keys() != files:
-        raise ConfigError("files", f"not those of tensor {manifest.tensor} × data {manifest.data} ranks")
+        raise ConfigError(
+            "files", f"not those of tensor {manifest.tensor} × data {manifest.data} ranks"
+        )
     return manifest
 
 
@@ -176,7 +191,13 @@ class Parallelism(NamedTuple):
     @classmethod
     def of(cls, config: RunConfig) -> Parallelism:
         parallel = config.zero_tp.parallel
-        return cls(parallel.tensor, config.data_parallel, parallel.sequence, config.zero_stage, config.dtype)
+        return cls(
+            parallel.tensor,
+            config.data_parallel,
+            parallel.sequence,
+            config.zero_stage,
+            config.dtype,
+        )
 
     @classmethod
     def from_manifest(cls, manifest: Manifest) -> Parallelism:
@@ -190,7 +211,8 @@ class Parallelism(NamedTuple):
 
 def fixed_settings(config: RunConfig) -> dict[str, Any]:
     """Return the keys of a config that no resume may change."""
-    block, optimizer = config.zero_tp, config.settings.written()["optimizer"]
+    block = config.zero_tp
+    optimizer = config.settings.written()["optimizer"]
     params = optimizer["params"]
     return {
         "zero_tp.model": {key: block.model[key] for key in sorted(block.model)},
@@ -201,7 +223,10 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
         "zero_tp.data.document_attention": block.data.document_attention,
         "train_batch_size": config.global_batch,
         # The optimizer's implementation may change, like offload.
-        "optimizer": {**optimizer, "params": {key: params[key] for key in params if key not in IMPLEMENTATION}},
+        "optimizer": {
+            **optimizer,
+            "params": {key: params[key] for key in params if key not in IMPLEMENTATION},
+        },
         **({} if block.masked is None else {"zero_tp.objective": block.masked.model_dump()}),
     }
 
@@ -215,8 +240,11 @@ def versions(packages: Sequence[str] = ("torch", "deepspeed", "transformers")) -
     return installed
 
 
-def differences(manifest: Manifest, config: RunConfig, validation: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a line on each config key, library and validation corpus that changed since the checkpoint.
+def differences(
+    manifest: Manifest, config: RunConfig, validation: dict[str, dict[str, Any]]
+) -> list[str]:
+    """Return a line on each config key, library and validation corpus that changed since the
+    checkpoint.
 
     Keys of `Parallelism` are omitted: `describe_parent` and the line "resuming step …" show them.
 
@@ -224,13 +252,24 @@ def differences(manifest: Manifest, config: RunConfig, validation: dict[str, dic
         validation: identities of the validation corpora by prefix.
     """
     saved = f"when step {manifest.step} was saved"
-    changed = [prefix for prefix, old in manifest.validation.items() if validation.get(prefix, old) != old]
+    changed = [
+        prefix for prefix, old in manifest.validation.items() if validation.get(prefix, old) != old
+    ]
     config_before, _ = drop_removed_keys(manifest.config)
-    before = {**config_before, **{f"{name}'s version": version for name, version in manifest.versions.items()}}
-    now = {**config.resolved(), **{f"{name}'s version": version for name, version in versions().items()}}
+    before = {
+        **config_before,
+        **{f"{name}'s version": version for name, version in manifest.versions.items()},
+    }
+    now = {
+        **config.resolved(),
+        **{f"{name}'s version": version for name, version in versions().items()},
+    }
     return [
         *(f"{key}: {value}, was {old} {saved}" for key, value, old in _differing("", now, before)),
-        *(f"zero_tp.data.validation: {prefix} holds other documents or tokens than {saved}" for prefix in changed),
+        *(
+            f"zero_tp.data.validation: {prefix} holds other documents or tokens than {saved}"
+            for prefix in changed
+        ),
     ]
 
 
@@ -242,7 +281,11 @@ def _differing(path: str, now: Any, before: Any) -> Iterator[tuple[str, str, str
         for key in (*before, *(key for key in now if key not in before)):
             yield from _differing(f"{path}.{key}" if path else key, now.get(key), before.get(key))
     elif now != before:
-        yield path, "not set" if now is None else shown(now), "not set" if before is None else shown(before)
+        yield (
+            path,
+            "not set" if now is None else shown(now),
+            "not set" if before is None else shown(before),
+        )
 
 
 def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> None:
@@ -255,25 +298,35 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
     train = config.zero_tp.data.train
     for key, value in fixed_settings(config).items():
         if key not in manifest.fixed:
-            raise UserError(f"{checkpoint}: its manifest lacks fixed.{key}; the checkpoint is damaged")
+            raise UserError(
+                f"{checkpoint}: its manifest lacks fixed.{key}; the checkpoint is damaged"
+            )
         before = manifest.fixed[key]
         # Corpora may have moved: only their number, order and weights are compared.
-        moved = [[prefix, weight] for prefix, weight in zip(manifest.corpora, train.values(), strict=False)]
+        moved = [
+            [prefix, weight]
+            for prefix, weight in zip(manifest.corpora, train.values(), strict=False)
+        ]
         has_moved = key == "zero_tp.data.train" and len(moved) == len(train) and before == moved
         if before != value and not has_moved:
-            # `_differing` finds nothing if a key of the model is null in one and absent in the other.
+            # `_differing` finds nothing if a key of the model is null in one and absent in the
+            # other.
             key, now, old = next(_differing(key, value, before), (key, shown(value), shown(before)))
             raise UserError(
                 f"{key}: {now}, but the run of {checkpoint} was started with {old}; "
-                f"set it back, or start a new run from these weights with --from {checkpoint} and another --output-dir"
+                f"set it back, or start a new run from these weights with --from {checkpoint} and "
+                "another --output-dir"
             )
 
 
 def check_saved_by_run(checkpoint: Path, manifest: Manifest) -> None:
-    """Refuse a checkpoint of a Trainer: its manifest lacks the optimizer and the batch size, which a run compares."""
+    """Refuse a checkpoint of a Trainer: its manifest lacks the optimizer and the batch size,
+    which a run compares.
+    """
     if "optimizer" not in manifest.fixed:
         raise UserError(
-            f"{checkpoint}: saved by a Trainer, without optimizer and batch in its manifest; export it, and start from "
+            f"{checkpoint}: saved by a Trainer, without optimizer and batch in its manifest; "
+            "export it, and start from "
             f"the weights with {MODEL_KEY}.from_pretrained"
         )
 
@@ -282,11 +335,13 @@ def check_states(checkpoint: Path, manifest: Manifest, config: RunConfig) -> Non
     """Check that the optimizer's states were saved and can be restored. SGD may have no states."""
     if "offload_optimizer" in config.nvme_paths:
         raise UserError(
-            "zero_optimization.offload_optimizer.device: a run cannot be resumed or started from a checkpoint with its "
+            "zero_optimization.offload_optimizer.device: a run cannot be resumed or started from a "
+            "checkpoint with its "
             'optimizer on NVMe, where DeepSpeed does not restore its states; use "cpu"'
         )
     if len(manifest.kinds) == 1 and manifest.progress.optimizer_steps is not None:
         raise UserError(
-            f"{checkpoint}: saved with the optimizer on NVMe, without its states, so it cannot be resumed; export it "
+            f"{checkpoint}: saved with the optimizer on NVMe, without its states, so it cannot be "
+            "resumed; export it "
             "with zero-tp convert to-hf, or give another --output-dir"
         )

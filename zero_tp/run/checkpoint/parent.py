@@ -1,4 +1,5 @@
-"""The parent of a new run: the checkpoint of another run that it starts from (`start_point.Branch`).
+"""The parent of a new run: the checkpoint of another run that it starts from
+(`start_point.Branch`).
 
 Here it is checked against the new run's config, model and tokenizer, and described for the log.
 """
@@ -57,59 +58,97 @@ def check_parent(
     return notes
 
 
-def _check_tokenizer(checkpoint: Path, manifest: Manifest, fingerprint: TokenizerFingerprint | None) -> tuple[str, ...]:
-    """Check that the new run's tokenizer gives the ids that the weights were trained on; return a note."""
+def _check_tokenizer(
+    checkpoint: Path, manifest: Manifest, fingerprint: TokenizerFingerprint | None
+) -> tuple[str, ...]:
+    """Check that the new run's tokenizer gives the ids that the weights were trained on; return
+    a note.
+    """
     if fingerprint is None:
         return ()
     saved = manifest.tokenizer_fingerprint
     if saved is None:
-        return (f"{checkpoint} has no fingerprint of its tokenizer, so the data's tokenizer was not compared with it",)
+        return (
+            f"{checkpoint} has no fingerprint of its tokenizer, so the data's tokenizer was not "
+            "compared with it",
+        )
     remedy = "prepare the data with the tokenizer of the checkpoint"
     remedy += f", --tokenizer {manifest.tokenizer}" if manifest.tokenizer is not None else ""
-    fingerprint.require_same(saved, "the data's tokenizer", f"the one of --from {checkpoint}", remedy)
+    fingerprint.require_same(
+        saved, "the data's tokenizer", f"the one of --from {checkpoint}", remedy
+    )
     return ()
 
 
 def _check_model(checkpoint: Path, manifest: Manifest, model: PretrainedConfig) -> None:
     """Check that the fields that differ do not change what a weight means."""
-    saved, fields = manifest.model, fields_of(model.model_type)
+    saved = manifest.model
+    fields = fields_of(model.model_type)
     rotary = "rope_parameters" in fields.names()
-    may_differ = {*fields.dropouts, *fields.irrelevant, *TOKEN_IDS, *ROPE, *WINDOWS, "initializer_range"}
+    may_differ = {
+        *fields.dropouts,
+        *fields.irrelevant,
+        *TOKEN_IDS,
+        *ROPE,
+        *WINDOWS,
+        "initializer_range",
+    }
     may_differ |= {"max_position_embeddings"} if rotary else set()
     names = ("model_type", *inspect.get_annotations(type(model)), *fields.undeclared)
     for name in names:
-        value, before = getattr(model, name, None), saved.get(name)
+        value = getattr(model, name, None)
+        before = saved.get(name)
         if name not in may_differ and value != before:
-            allowed = ["dropout", *(["rope", "max_position_embeddings", "windows"] if rotary else [])]
+            allowed = [
+                "dropout",
+                *(["rope", "max_position_embeddings", "windows"] if rotary else []),
+            ]
             problem = f"{shown(value)}, but the model of {checkpoint} has {shown(before)}"
-            raise ConfigError(f"{MODEL_KEY}.{name}", problem, f"--from allows changes of {', '.join(allowed)}")
+            raise ConfigError(
+                f"{MODEL_KEY}.{name}", problem, f"--from allows changes of {', '.join(allowed)}"
+            )
 
 
 def _check_optimizer(checkpoint: Path, manifest: Manifest, config: RunConfig) -> None:
-    """Check that the new optimizer has the states that were saved. Its hyperparameters may differ."""
+    """Check that the new optimizer has the states that were saved. Its hyperparameters may
+    differ.
+    """
     check_saved_by_run(checkpoint, manifest)
-    now, before = config.resolved()["optimizer"]["type"], manifest.fixed["optimizer"]["type"]
+    now = config.resolved()["optimizer"]["type"]
+    before = manifest.fixed["optimizer"]["type"]
     if len({str(name).lower().replace("adamw", "adam") for name in (now, before)}) > 1:
-        problem = f"{shown(now)} has other states than {shown(before)}, with which {checkpoint} was saved"
-        raise ConfigError("optimizer.type", problem, "--from keeps the moments; use the same optimizer")
+        problem = (
+            f"{shown(now)} has other states than {shown(before)}, with which {checkpoint} was saved"
+        )
+        raise ConfigError(
+            "optimizer.type", problem, "--from keeps the moments; use the same optimizer"
+        )
     optimizers = config.resolved()["optimizer"], manifest.fixed["optimizer"]
     amsgrad, saved = (bool(optimizer.get("params", {}).get("amsgrad")) for optimizer in optimizers)
     if amsgrad != saved:
-        problem = f"{shown(amsgrad)} has other states than {shown(saved)}, with which {checkpoint} was saved"
-        raise ConfigError("optimizer.params.amsgrad", problem, "--from keeps the moments; use the same value")
+        problem = (
+            f"{shown(amsgrad)} has other states than {shown(saved)}, with which {checkpoint} was "
+            "saved"
+        )
+        raise ConfigError(
+            "optimizer.params.amsgrad", problem, "--from keeps the moments; use the same value"
+        )
 
 
 def check_child(source: Path, run: Path, manifest: Manifest) -> None:
     """Check that a run that resumes with `--from source` was started from that source."""
     if manifest.parent is None:
         raise UserError(
-            f"--from {source}: {run} is already at step {manifest.step} and was not started from it; give another "
+            f"--from {source}: {run} is already at step {manifest.step} and was not started from "
+            "it; give another "
             "--output-dir to start a new run"
         )
-    checkpoint, requested = Path(manifest.parent.checkpoint), source.resolve()
+    checkpoint = Path(manifest.parent.checkpoint)
+    requested = source.resolve()
     if requested not in (checkpoint, checkpoint.parent.parent):
         raise UserError(
-            f"--from {source}: {run} was started from {checkpoint}; give another --output-dir to start a new run"
+            f"--from {source}: {run} was started from {checkpoint}; give another --output-dir to "
+            "start a new run"
         )
 
 
@@ -124,24 +163,49 @@ def describe_parent(
     Args:
         corpora, validation: of the new run, by prefix.
     """
-    checkpoint, manifest = parent.path, parent.manifest
-    before, now = Parallelism.from_manifest(manifest), Parallelism.of(config)
+    checkpoint = parent.path
+    manifest = parent.manifest
+    before = Parallelism.from_manifest(manifest)
+    now = Parallelism.of(config)
     tokens = Parent.of(checkpoint, manifest).tokens
     moved = "" if before == now else f", saved at {before} → {now}"
-    lines = [f"started from {checkpoint}, {tokens:,} tokens{moved}", *parent.notes, INHERITED, RESTARTED]
+    lines = [
+        f"started from {checkpoint}, {tokens:,} tokens{moved}",
+        *parent.notes,
+        INHERITED,
+        RESTARTED,
+    ]
     lines += _shorten(differences(manifest, config, validation))
-    block, fixed = config.zero_tp, manifest.fixed
+    block = config.zero_tp
+    fixed = manifest.fixed
     weights = [weight for _, weight in fixed.get("zero_tp.data.train", [])]
-    order_before = (list(manifest.corpora.values()), weights, *(fixed.get(f"zero_tp.{key}") for key in SAMPLE_ORDER))
-    order_now = (list(corpora.values()), [*block.data.train.values()], block.training.seed, block.data.sequence_length)
+    order_before = (
+        list(manifest.corpora.values()),
+        weights,
+        *(fixed.get(f"zero_tp.{key}") for key in SAMPLE_ORDER),
+    )
+    order_now = (
+        list(corpora.values()),
+        [*block.data.train.values()],
+        block.training.seed,
+        block.data.sequence_length,
+    )
     if order_before == order_now:
-        lines.append("the parent's samples repeat in the same order; another zero_tp.training.seed changes it")
+        lines.append(
+            "the parent's samples repeat in the same order; another zero_tp.training.seed changes "
+            "it"
+        )
     return lines
 
 
 def _shorten(changes: list[str]) -> list[str]:
-    """Return at most `MAX_CHANGE_LINES` lines; the last one names the keys of the changes that it replaces."""
+    """Return at most `MAX_CHANGE_LINES` lines; the last one names the keys of the changes that
+    it replaces.
+    """
     if len(changes) <= MAX_CHANGE_LINES:
         return changes
     others = ", ".join(change.partition(": ")[0] for change in changes[MAX_CHANGE_LINES - 1 :])
-    return [*changes[: MAX_CHANGE_LINES - 1], f"also changed (config.json of both runs has the values): {others}"]
+    return [
+        *changes[: MAX_CHANGE_LINES - 1],
+        f"also changed (config.json of both runs has the values): {others}",
+    ]

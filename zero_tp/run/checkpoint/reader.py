@@ -1,7 +1,7 @@
 """Read masters and moments from a checkpoint in the shards of any topology.
 
-The manifest has the layout of each parameter. One parameter is in memory at a time. Hashes are not compared here:
-verify a checkpoint before you read it (`check_content`, `verify_checkpoint`).
+The manifest has the layout of each parameter. One parameter is in memory at a time. Hashes are not
+compared here: verify a checkpoint before you read it (`check_content`, `verify_checkpoint`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,15 @@ from zero_tp.parallel.parameter import Init
 from zero_tp.parallel.spans import Index, Spans, enclosing_block, overlaps
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint.directory import MANIFEST, Damaged
-from zero_tp.run.checkpoint.manifest import Manifest, ReplicatedParameter, ShardedParameter, states_file
+from zero_tp.run.checkpoint.manifest import (
+    Manifest,
+    ReplicatedParameter,
+    ShardedParameter,
+    states_file,
+)
 
-STARTS = "starts"  # key of a file's metadata: parameter → where the fragment starts in the flattened TP shard
+# key of a file's metadata: parameter → where the fragment starts in the flattened TP shard
+STARTS = "starts"
 RANDOM = "random"  # prefix of the random streams' names
 
 
@@ -56,7 +62,11 @@ class ParameterLayout:
         return cls(Replicated(entry.gradient), shape)
 
     def to_json(self) -> dict[str, Any]:
-        return {"layout": type(self.layout).__name__, **vars(self.layout), "shape": list(self.shape)}
+        return {
+            "layout": type(self.layout).__name__,
+            **vars(self.layout),
+            "shape": list(self.shape),
+        }
 
     def spans(self, rank: int, size: int) -> tuple[Spans, ...]:
         """Return the map between the parameter and a TP rank's shard, along each dimension."""
@@ -80,7 +90,9 @@ class StatesFile:
             raise Damaged(path, f"cannot be read ({first_line(error)})") from error
 
     def elements(self, parameter: str, kind: str, start: int, stop: int) -> Tensor:
-        """Return the TP shard's elements [start, stop) up to the fragment's end; empty if it lacks the first."""
+        """Return the TP shard's elements [start, stop) up to the fragment's end; empty if it
+        lacks the first.
+        """
         first = self.starts.get(parameter)
         if first is None or start < first:
             return torch.empty(0)
@@ -92,7 +104,8 @@ class StatesFile:
 
 
 class CheckpointReader:
-    """Reads the tensors of one checkpoint. As a `WeightSource` it gives a new model the fp32 masters.
+    """Reads the tensors of one checkpoint. As a `WeightSource` it gives a new model the fp32
+    masters.
 
     Attributes:
         parameters: the saved layouts by name.
@@ -106,11 +119,16 @@ class CheckpointReader:
         """Prepare to read; files are opened on first use.
 
         Args:
-            data_rank: the DP rank whose file is read first; others are opened only for elements that it lacks.
+            data_rank: the DP rank whose file is read first; others are opened only for elements
+                that it lacks.
         """
         self.directory = directory
-        self.tensor, self.data = manifest.tensor, manifest.data
-        self.parameters = {name: ParameterLayout.from_manifest(entry) for name, entry in manifest.parameters.items()}
+        self.tensor = manifest.tensor
+        self.data = manifest.data
+        self.parameters = {
+            name: ParameterLayout.from_manifest(entry)
+            for name, entry in manifest.parameters.items()
+        }
         self._preferred_rank = min(data_rank, self.data - 1)
         self._files: dict[tuple[int, int], StatesFile] = {}
         self._fragments: dict[int, dict[str, list[tuple[int, StatesFile]]]] = {}
@@ -122,7 +140,9 @@ class CheckpointReader:
         return self._files[ranks]
 
     def _fragments_of(self, name: str, tensor_rank: int) -> list[tuple[int, StatesFile]]:
-        """Return (first element, file) of each fragment of a TP rank's shard, in order. Opens all of its files."""
+        """Return (first element, file) of each fragment of a TP rank's shard, in order. Opens
+        all of its files.
+        """
         if tensor_rank not in self._fragments:
             by_parameter: dict[str, list[tuple[int, StatesFile]]] = {}
             for file in (self._file(tensor_rank, data_rank) for data_rank in range(self.data)):
@@ -134,12 +154,23 @@ class CheckpointReader:
         return self._fragments[tensor_rank].get(name, [])
 
     def fill(
-        self, local: Tensor, name: str, whole: Sequence[int], layout: Layout, init: Init, topology: Topology
+        self,
+        local: Tensor,
+        name: str,
+        whole: Sequence[int],
+        layout: Layout,
+        init: Init,
+        topology: Topology,
     ) -> None:
         """Write this rank's shard of a parameter's master into `local`."""
-        wanted, saved = ParameterLayout(layout, tuple(whole)), self.parameters.get(name)
+        wanted = ParameterLayout(layout, tuple(whole))
+        saved = self.parameters.get(name)
         if saved is None or saved.shape != wanted.shape:
-            problem = "no such parameter" if saved is None else f"shape {saved.shape}, expected {wanted.shape}"
+            problem = (
+                "no such parameter"
+                if saved is None
+                else f"shape {saved.shape}, expected {wanted.shape}"
+            )
             raise UserError(f"{self.directory}: {name}: {problem}")
         piece = self.piece(name, MASTER, wanted, topology.tensor_rank, topology.tensor)
         local.copy_(piece.view(local.shape))
@@ -210,7 +241,11 @@ class CheckpointReader:
         fragments = self._fragments_of(name, tensor_rank) if position < stop else []
         while position < stop:
             index = max(bisect_right(fragments, position, key=itemgetter(0)) - 1, 0)
-            pieces.append(fragments[index][1].elements(name, kind, position, stop) if fragments else torch.empty(0))
+            pieces.append(
+                fragments[index][1].elements(name, kind, position, stop)
+                if fragments
+                else torch.empty(0)
+            )
             if not len(pieces[-1]):
                 problem = f"the files lack elements [{position}, {stop}) of {name} ({kind})"
                 raise Damaged(self.directory / MANIFEST, problem)

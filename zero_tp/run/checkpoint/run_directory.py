@@ -17,7 +17,10 @@ from zero_tp.base.files import lock, sync, write_atomically
 from zero_tp.base.strict_json import InvalidJson, parse_json
 from zero_tp.run.checkpoint.directory import checkpoints_directory
 
-CONFIG, LOCK, OWNER, PROCESS = "config.json", ".lock", "owner.json", "rank0.pid"
+CONFIG = "config.json"
+LOCK = ".lock"
+OWNER = "owner.json"
+PROCESS = "rank0.pid"
 
 
 class OwnerChanged(UserError):
@@ -27,29 +30,36 @@ class OwnerChanged(UserError):
 class RunOwner:
     """Own a run directory by a random token in RUN/owner.json.
 
-    A lock refuses a second launch on the same machine. Some network file systems have no locks between machines, so a
-    launch on another machine takes the run over, and this one ends before its next write.
+    A lock refuses a second launch on the same machine. Some network file systems have no locks
+    between machines, so a launch on another machine takes the run over, and this one ends before
+    its next write.
     """
 
     def __init__(self, run: Path) -> None:
-        self.run, self.token = run, secrets.token_hex(16)
+        self.run = run
+        self.token = secrets.token_hex(16)
         owner = {"token": self.token, "host": socket.gethostname(), "pid": os.getpid()}
         write_atomically(run / OWNER, json.dumps(owner) + "\n")
 
     def check(self) -> None:
-        """Raise OwnerChanged if another launch has written its token. A missing file means no owner."""
+        """Raise OwnerChanged if another launch has written its token. A missing file means no
+        owner.
+        """
         owner = read_owner(self.run)
         if owner is not None and owner.get("token") != self.token:
             process = f"process {owner.get('pid')} on {owner.get('host')}"
             raise OwnerChanged(
-                f"{self.run}: another launch ({process}) has taken the run over; this one writes nothing more"
+                f"{self.run}: another launch ({process}) has taken the run over; this one writes "
+                "nothing more"
             )
 
 
 def read_owner(run: Path) -> dict[str, object] | None:
     """Return RUN/owner.json; None if it is missing or not an object."""
     try:
-        with (run / OWNER).open("rb") as file:  # opening fetches the newest version on a network file system
+        with (run / OWNER).open(
+            "rb"
+        ) as file:  # opening fetches the newest version on a network file system
             owner = parse_json(file.read(2**16))
     except (FileNotFoundError, InvalidJson):
         return None
@@ -58,17 +68,22 @@ def read_owner(run: Path) -> dict[str, object] | None:
 
 @contextlib.contextmanager
 def run_directory(run: Path) -> Iterator[RunOwner]:
-    """Make a run's directory, own it and write `rank0.pid` (for signals). Rank 0 enters it before ranks connect."""
+    """Make a run's directory, own it and write `rank0.pid` (for signals). Rank 0 enters it
+    before ranks connect.
+    """
     with contextlib.ExitStack() as stack:
         try:
             checkpoints_directory(run).mkdir(parents=True, exist_ok=True)
             lock(stack.enter_context((run / LOCK).open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
             owner = RunOwner(run)
-            # Replaced, not opened: this machine may still see a file that another machine has removed.
+            # Replaced, not opened: this machine may still see a file that another machine has
+            # removed.
             write_atomically(run / PROCESS, f"{os.getpid()}\n")
             stack.callback(_remove_process_file, run, owner)
         except BlockingIOError:
-            raise UserError(f"{run}: another run is writing there; wait for it, or give another --output-dir") from None
+            raise UserError(
+                f"{run}: another run is writing there; wait for it, or give another --output-dir"
+            ) from None
         except OSError as error:
             raise UserError(
                 f"{run}: cannot be a run's directory ({error.strerror}); give another --output-dir"

@@ -1,4 +1,6 @@
-"""Find the tokenizer of a checkpoint's run, and check that a tokenizer is the one that its model was trained with."""
+"""Find the tokenizer of a checkpoint's run, and check that a tokenizer is the one that its model
+was trained with.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,26 @@ def find_run_tokenizer(requested: Path | None, checkpoint: RunCheckpoint) -> Pat
     return resolve_tokenizer(requested, checkpoint.manifest.tokenizer, moved)
 
 
-def check_run_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path, checkpoint: RunCheckpoint) -> None:
-    """Check that a tokenizer gives the ids that the model was trained on, if the checkpoint records them.
+def check_run_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, directory: Path, checkpoint: RunCheckpoint
+) -> None:
+    """Check that a tokenizer gives the ids that the model was trained on, if the checkpoint records
+    them.
 
     Args:
         directory: of the tokenizer.
     """
     fingerprint = checkpoint.manifest.tokenizer_fingerprint
     if fingerprint is not None:
-        name, owner = f"the tokenizer {directory}", f"the one that {checkpoint.path} was trained with"
+        name = f"the tokenizer {directory}"
+        owner = f"the one that {checkpoint.path} was trained with"
         fingerprint.check(tokenizer, name, owner, REMEDY)
 
 
 def uncompared_tokenizer(directory: Path | None, checkpoint: RunCheckpoint) -> tuple[str, ...]:
-    """Return a line if a tokenizer cannot be compared, because an older version saved the checkpoint."""
+    """Return a line if a tokenizer cannot be compared, because an older version saved the
+    checkpoint.
+    """
     manifest = checkpoint.manifest
     if None in (directory, manifest.tokenizer) or manifest.tokenizer_fingerprint is not None:
         return ()

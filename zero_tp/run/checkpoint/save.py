@@ -1,7 +1,7 @@
 """Save checkpoints: every rank writes its file, then rank 0 commits them under the step's name.
 
-Ranks report to each other through the process group's key-value store, because training may run collectives while a
-save runs in the background.
+Ranks report to each other through the process group's key-value store, because training may run
+collectives while a save runs in the background.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.parallel.host_copy import HostCopy
 from zero_tp.parallel.safetensors_files import Entry, FileDigest, write_tensors
 from zero_tp.run.checkpoint import directory
-from zero_tp.run.checkpoint.manifest import Parallelism, Parent, fixed_settings, states_file, versions
+from zero_tp.run.checkpoint.manifest import (
+    Parallelism,
+    Parent,
+    fixed_settings,
+    states_file,
+    versions,
+)
 from zero_tp.run.checkpoint.reader import RANDOM, STARTS, ParameterLayout, tensor_name
 from zero_tp.run.checkpoint.run_directory import OwnerChanged
 from zero_tp.run.config import RunConfig
@@ -60,15 +66,22 @@ class Saver:
         Args:
             describe: returns the manifest without format, step, files and hash.
             timeout_minutes: limit of the time in which a rank writes its file.
-            settings: the config's `checkpoint`; None: no checkpoint is removed, and training waits for a save.
+            settings: the config's `checkpoint`; None: no checkpoint is removed, and training waits
+                for a save.
             check_owner: raises OwnerChanged on rank 0 if another launch owns the run directory.
         """
-        self.zero, self.run, self.topology = zero, run, zero.topology
-        self._describe, self._settings, self._check_owner = describe, settings, check_owner
+        self.zero = zero
+        self.run = run
+        self.topology = zero.topology
+        self._describe = describe
+        self._settings = settings
+        self._check_owner = check_owner
         self._minutes = timeout_minutes
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name)
-        self._store = dist.PrefixStore(f"zero_tp/save/{name[0]}", dist.distributed_c10d._get_default_store())
+        self._store = dist.PrefixStore(
+            f"zero_tp/save/{name[0]}", dist.distributed_c10d._get_default_store()
+        )
         self._file = Path()
         self._thread: threading.Thread | None = None
         self._count = 0
@@ -78,9 +91,14 @@ class Saver:
         self._is_reported = True
 
     def save(self, step: int) -> None:
-        """Save a checkpoint of `step`, or start to in the background. Collective; `outcome` returns the result."""
+        """Save a checkpoint of `step`, or start to in the background. Collective; `outcome`
+        returns the result.
+        """
         self.wait()
-        self._count, self._step, self._is_reported, self.removed = self._count + 1, step, False, []
+        self._count = self._count + 1
+        self._step = step
+        self._is_reported = False
+        self.removed = []
         if self.topology.rank == 0:
             self._post("begin", self._attempt(self._begin))
         message = self._collect("begin", self._deadline())
@@ -89,7 +107,12 @@ class Saver:
                 self._post("outcome", message)
             return
         name = states_file(self.topology.tensor_rank, self.topology.data_rank)
-        self._file = directory.checkpoints_directory(self.run) / directory.TEMPORARY / message["directory"] / name
+        self._file = (
+            directory.checkpoints_directory(self.run)
+            / directory.TEMPORARY
+            / message["directory"]
+            / name
+        )
         entries, metadata = own_entries(self.zero)
         background = self._settings is not None and self._settings.async_
         if background:
@@ -101,13 +124,17 @@ class Saver:
             self.wait()
 
     def _begin(self) -> dict[str, Any]:
-        for key in ("begin", "outcome"):  # of the save before last, whose messages all ranks have read
+        for key in (
+            "begin",
+            "outcome",
+        ):  # of the save before last, whose messages all ranks have read
             self._store.delete_key(f"{self._count - 2}/{key}")
         self._check_owner()  # `begin` removes temporary files, which may be another launch's
         return {"directory": directory.begin(self.run).name}
 
     def wait(self) -> None:
-        """Wait until the last save has ended on all ranks. UserError: that took longer than twice `timeout_minutes`.
+        """Wait until the last save has ended on all ranks. UserError: that took longer than twice
+        `timeout_minutes`.
 
         One limit is for this rank's own write, another for the other ranks' messages.
         """
@@ -123,7 +150,8 @@ class Saver:
     def outcome(self) -> tuple[int, str] | None:
         """Return (step, error or "") once per save; None before the save has ended.
 
-        During a save in the background, only rank 0 sees that it has ended; after `wait`, every rank does.
+        During a save in the background, only rank 0 sees that it has ended; after `wait`, every
+        rank does.
 
         Raises:
             OwnerChanged: another launch owns the run directory.
@@ -150,21 +178,34 @@ class Saver:
         self._store.set(f"{self._count}/{key}", json.dumps(message))
 
     def _collect(self, key: str, deadline: float) -> dict[str, Any]:
-        """Wait for a message and return it. UserError: it has not arrived by `deadline` (of `time.monotonic`)."""
-        path, start = f"{self._count}/{key}", time.monotonic()
+        """Wait for a message and return it. UserError: it has not arrived by `deadline` (of
+        `time.monotonic`).
+        """
+        path = f"{self._count}/{key}"
+        start = time.monotonic()
         while not self._store.check([path]):
             waited = time.monotonic() - start
             if start + waited > deadline:
                 raise self._timeout_error(
-                    f"rank {key} has not written" if key.isdigit() else f"rank 0 has not reported the save's {key}"
+                    f"rank {key} has not written"
+                    if key.isdigit()
+                    else f"rank 0 has not reported the save's {key}"
                 )
-            time.sleep(max(POLL_SECONDS, min(LONGEST_POLL_SECONDS, waited / 20)))  # a thousand ranks poll one store
+            time.sleep(
+                max(POLL_SECONDS, min(LONGEST_POLL_SECONDS, waited / 20))
+            )  # a thousand ranks poll one store
         message: dict[str, Any] = json.loads(self._store.get(path))
         return message
 
-    def _write(self, entries: list[Entry], metadata: dict[str, str], manifest: dict[str, Any]) -> None:
-        """Write this rank's file and report it; rank 0 waits for all ranks, then commits or removes the files."""
-        written = self._attempt(lambda: {"file": self._file.name, **vars(write_tensors(self._file, entries, metadata))})
+    def _write(
+        self, entries: list[Entry], metadata: dict[str, str], manifest: dict[str, Any]
+    ) -> None:
+        """Write this rank's file and report it; rank 0 waits for all ranks, then commits or
+        removes the files.
+        """
+        written = self._attempt(
+            lambda: {"file": self._file.name, **vars(write_tensors(self._file, entries, metadata))}
+        )
         self._post(str(self.topology.rank), written)
         if self.topology.rank:
             return
@@ -178,7 +219,10 @@ class Saver:
         try:
             return work()
         except Exception as error:  # all ranks receive and report it
-            return {"error": describe_problem(error, self.run), "taken_over": isinstance(error, OwnerChanged)}
+            return {
+                "error": describe_problem(error, self.run),
+                "taken_over": isinstance(error, OwnerChanged),
+            }
 
     def _finish(self, manifest: dict[str, Any]) -> dict[str, Any]:
         files: dict[str, FileDigest] = {}
@@ -188,14 +232,21 @@ class Saver:
             self._store.delete_key(f"{self._count}/{rank}")  # only rank 0 reads it
             if "error" in written:
                 raise OSError(0, f"rank {rank}: {written['error']}")
-            files[written["file"]] = FileDigest(written["size"], written["sha256"], written["parts"])
-        self.notes += directory.commit(self.run, self._file.parent, self._step, manifest, files, self._check_owner)
+            files[written["file"]] = FileDigest(
+                written["size"], written["sha256"], written["parts"]
+            )
+        self.notes += directory.commit(
+            self.run, self._file.parent, self._step, manifest, files, self._check_owner
+        )
         if self._settings is not None:
-            keep, keep_every = self._settings.keep, self._settings.keep_every
+            keep = self._settings.keep
+            keep_every = self._settings.keep_every
             try:
                 self.removed = directory.prune(self.run, keep, keep_every)
             except OSError as error:  # the new checkpoint is complete
-                self.notes.append(f"older checkpoints could not be removed: {describe_problem(error, self.run)}")
+                self.notes.append(
+                    f"older checkpoints could not be removed: {describe_problem(error, self.run)}"
+                )
         return {}
 
 
@@ -216,7 +267,8 @@ def run_saver(
     Args:
         tokenizer: recorded for exports: a directory, or a hub name with its commit.
         fingerprint: recorded: the tokenizer's, or that of the corpora.
-        corpora, validation: recorded identities of the corpora by prefix (see `PackedSamples.identities`).
+        corpora, validation: recorded identities of the corpora by prefix (see
+            `PackedSamples.identities`).
         parent: recorded: the checkpoint that the run was started from.
         check_owner: see `Saver`.
     """
@@ -235,7 +287,14 @@ def run_saver(
 
     block = config.zero_tp
     minutes = block.training.timeouts.save
-    return Saver(zero, run, describe, timeout_minutes=minutes, settings=block.checkpoint, check_owner=check_owner)
+    return Saver(
+        zero,
+        run,
+        describe,
+        timeout_minutes=minutes,
+        settings=block.checkpoint,
+        check_owner=check_owner,
+    )
 
 
 def describe_problem(error: Exception, run: Path) -> str:
@@ -249,7 +308,9 @@ def describe_problem(error: Exception, run: Path) -> str:
 
 def own_entries(zero: ZeroEngine) -> tuple[list[Entry], dict[str, str]]:
     """Return (tensors, metadata) of this rank's file."""
-    states, entries, starts = zero.states(), [], dict[str, int]()
+    states = zero.states()
+    entries = []
+    starts = dict[str, int]()
     kinds = states.kinds()
     for fragment in states.fragments:
         own = zero.checkpoint_slice(fragment)
@@ -261,21 +322,31 @@ def own_entries(zero: ZeroEngine) -> tuple[list[Entry], dict[str, str]]:
             shape = (own.span.length,)
             entries.append(Entry(tensor_name(own.name, kind), shape, read().dtype, read))
     for name, state in zero.model.streams.state_dict().items():
-        entries.append(Entry(f"{RANDOM}/{name}", tuple(state.shape), state.dtype, partial(torch.clone, state)))
+        entries.append(
+            Entry(f"{RANDOM}/{name}", tuple(state.shape), state.dtype, partial(torch.clone, state))
+        )
     return entries, {STARTS: json.dumps(starts)}
 
 
-def describe_tokenizer(name: str | None, fingerprint: TokenizerFingerprint | None, run: Path) -> dict[str, Any]:
+def describe_tokenizer(
+    name: str | None, fingerprint: TokenizerFingerprint | None, run: Path
+) -> dict[str, Any]:
     """Return a manifest's entries on the tokenizer of a run.
 
     Args:
-        name: a directory, or a hub name with its commit. The paths that are recorded for a directory do not depend on
-            the working directory, and one of them stays right if the run is moved, alone or together with the data.
+        name: a directory, or a hub name with its commit. The paths that are recorded for a
+            directory do not depend on the working directory, and one of them stays right if the run
+            is moved, alone or together with the data.
     """
     entries: dict[str, Any] = {"tokenizer": name}
     if name is not None and not has_commit(name):
-        entries |= {"tokenizer": os.path.abspath(name), "tokenizer_from_run": os.path.relpath(name, run)}
-    return entries | ({} if fingerprint is None else {"tokenizer_fingerprint": fingerprint.model_dump()})
+        entries |= {
+            "tokenizer": os.path.abspath(name),
+            "tokenizer_from_run": os.path.relpath(name, run),
+        }
+    return entries | (
+        {} if fingerprint is None else {"tokenizer_fingerprint": fingerprint.model_dump()}
+    )
 
 
 def describe_model(zero: ZeroEngine) -> dict[str, Any]:
@@ -283,8 +354,13 @@ def describe_model(zero: ZeroEngine) -> dict[str, Any]:
     model = zero.model
     return {
         "model": model.config.to_dict(),
-        "generation": model.generation_config.to_dict() if model.generation_config is not None else None,
-        "parameters": {name: ParameterLayout.of(parameter).to_json() for name, parameter in model.named_parameters()},
+        "generation": model.generation_config.to_dict()
+        if model.generation_config is not None
+        else None,
+        "parameters": {
+            name: ParameterLayout.of(parameter).to_json()
+            for name, parameter in model.named_parameters()
+        },
         "kinds": zero.states().kinds(),
         "progress": zero.progress(),
         "versions": versions(),

@@ -145,8 +145,10 @@ class Resume:
         _restore_streams(zero, self.checkpoint.path, manifest, seed)
 
     def describe(self, inputs: RunInputs) -> list[str]:
-        manifest, config = self.checkpoint.manifest, inputs.config
-        before, now = Parallelism.from_manifest(manifest), Parallelism.of(config)
+        manifest = self.checkpoint.manifest
+        config = inputs.config
+        before = Parallelism.from_manifest(manifest)
+        now = Parallelism.of(config)
         moved = "" if before == now else f" saved at {before} → {now}"
         changes = differences(manifest, config, inputs.validation_corpora)
         return [f"resuming step {self.step}{moved}", *changes]
@@ -194,7 +196,8 @@ def find_start(
         init_from: another run or its checkpoint. A run that was started from it resumes.
         resume_from, known, check_owner: see `Resume.find`.
     """
-    run, config = inputs.directory, inputs.config
+    run = inputs.directory
+    config = inputs.config
     resume = Resume.find(
         run,
         config,
@@ -227,12 +230,16 @@ def _go_back(may_go_back: bool, check_owner: Callable[[], None], damage: Damaged
     Raises:
         UserError: there is none before, or `may_go_back` is false.
     """
-    problem, damaged = f"{damage.file}: {damage.problem}", damage.checkpoint.absolute()
+    problem = f"{damage.file}: {damage.problem}"
+    damaged = damage.checkpoint.absolute()
     run = damaged.parent.parent  # another run if `resume_from` is a checkpoint of it
     complete = [directory.step_directory(run, step) for step in directory.complete_steps(run)]
     before = complete[: complete.index(damaged)] if damaged in complete else []
     if not before:
-        raise UserError(f"{problem}; the checkpoint is damaged, and there is none before it: give another --output-dir")
+        raise UserError(
+            f"{problem}; the checkpoint is damaged, and there is none before it: give another "
+            "--output-dir"
+        )
     if not may_go_back:
         raise UserError(
             f"{problem}; the checkpoint is damaged: use the one before with "
@@ -256,12 +263,18 @@ def _restore_states(zero: ZeroEngine, checkpoint: RunCheckpoint) -> None:
     zero.fill_module()
 
 
-def _check_parameters(checkpoint: Path, saved: dict[str, ParameterLayout], wanted: dict[str, ParameterLayout]) -> None:
+def _check_parameters(
+    checkpoint: Path, saved: dict[str, ParameterLayout], wanted: dict[str, ParameterLayout]
+) -> None:
     for name in sorted(saved.keys() ^ wanted.keys()):
         where = "the model" if name in wanted else "the checkpoint"
-        raise UserError(f"{checkpoint}: only {where} has the parameter {name}; resume with the model that was saved")
+        raise UserError(
+            f"{checkpoint}: only {where} has the parameter {name}; resume with the model that was "
+            "saved"
+        )
     for name, parameter in wanted.items():
-        before, now = saved[name].shape, parameter.shape
+        before = saved[name].shape
+        now = parameter.shape
         if before != now:
             raise UserError(f"{checkpoint}: {name} has shape {before}, in the model {now}")
 
@@ -274,7 +287,8 @@ def _read_states(
     wanted: dict[str, ParameterLayout],
 ) -> None:
     """Read this rank's masters and states; on the grid that saved them, its own file has all."""
-    states, topology = zero.states(), zero.topology
+    states = zero.states()
+    topology = zero.topology
     pieces = [(fragment, kind) for fragment in states.fragments for kind in manifest.kinds]
     disable = None if topology.rank == 0 else True
     for fragment, kind in tqdm(pieces, "resuming", unit="tensor", disable=disable, leave=False):
@@ -285,7 +299,8 @@ def _read_states(
 
 def _restore_streams(zero: ZeroEngine, checkpoint: Path, manifest: Manifest, seed: int) -> None:
     """Restore the random streams on the same grid and kind of device; else seed new ones."""
-    topology, streams = zero.topology, zero.model.streams
+    topology = zero.topology
+    streams = zero.model.streams
     split_sequence = manifest.sequence and manifest.tensor > 1
     before = (manifest.tensor, manifest.data, split_sequence)
     if before == (topology.tensor, topology.data, topology.sequence):

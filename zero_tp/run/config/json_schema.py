@@ -9,7 +9,14 @@ from pydantic import BaseModel, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
 from zero_tp.base.settings.deepspeed import ConfigFile
-from zero_tp.base.settings.optimizer import OPTIMIZERS, SGD, CPUAdam, FusedAdam, OptimizerBlock, TorchAdam
+from zero_tp.base.settings.optimizer import (
+    OPTIMIZERS,
+    SGD,
+    CPUAdam,
+    FusedAdam,
+    OptimizerBlock,
+    TorchAdam,
+)
 from zero_tp.base.settings.refused import REFUSED_KEYS
 from zero_tp.base.settings.resolve import AUTO, BATCH_FIELDS
 from zero_tp.base.settings.schedule import SCHEDULES
@@ -26,35 +33,54 @@ class _WithoutExtras(GenerateJsonSchema):
     """Leave out `json_schema_extra`, which is for docs/config.md or for DeepSpeed's own code."""
 
     def generate_inner(self, schema: Any) -> Any:
-        metadata = {key: value for key, value in schema.get("metadata", {}).items() if key != "pydantic_js_extra"}
+        metadata = {
+            key: value
+            for key, value in schema.get("metadata", {}).items()
+            if key != "pydantic_js_extra"
+        }
         return super().generate_inner({**schema, "metadata": metadata})
 
 
 def json_schema() -> Json:
     """Return the JSON schema (draft 2020-12) of a run's file.
 
-    It has keys, types and ranges; `params` depend on `type`, and a model's fields on `model_type`. Every config that
-    RunConfig accepts is valid. It does not check combinations of keys and batch arithmetic.
+    It has keys, types and ranges; `params` depend on `type`, and a model's fields on `model_type`.
+    Every config that RunConfig accepts is valid. It does not check combinations of keys and batch
+    arithmetic.
     """
     from zero_tp.model.architectures import ARCHITECTURES
 
     blocks: dict[str, Any] = {"optimizer": (OptimizerBlock, ...), "zero_tp": (ZeroTP, ...)}
     model = create_model("Config", __base__=ConfigFile, **blocks)
     schema = model.model_json_schema(schema_generator=_WithoutExtras)
-    definitions, model_block = schema["$defs"], schema["$defs"]["ZeroTP"]["properties"]["model"]
+    definitions = schema["$defs"]
+    model_block = schema["$defs"]["ZeroTP"]["properties"]["model"]
     _adapt(schema["properties"])
     for name in ("zero_optimization", "bf16", "fp16"):
-        _adapt(definitions[schema["properties"][name]["$ref"].rpartition("/")[2]]["properties"], f"{name}.")
+        _adapt(
+            definitions[schema["properties"][name]["$ref"].rpartition("/")[2]]["properties"],
+            f"{name}.",
+        )
     definitions["SchedulerBlock"]["properties"]["type"] = {"enum": list(SCHEDULES)}
-    _add_cases(definitions["SchedulerBlock"], "type", {name: _with_params(block) for name, block in SCHEDULES.items()})
+    _add_cases(
+        definitions["SchedulerBlock"],
+        "type",
+        {name: _with_params(block) for name, block in SCHEDULES.items()},
+    )
     adam: type[BaseModel] = create_model("Adam", __base__=(TorchAdam, FusedAdam, CPUAdam))
     optimizers = {"SGD": _with_params(SGD, "optimizer"), ANY_ADAM: _with_params(adam, "optimizer")}
     types: Json = {"anyOf": [{"enum": list(OPTIMIZERS)}, {"pattern": f"^{ANY_ADAM}$"}]}
     definitions["OptimizerBlock"]["properties"]["type"] = types
     _add_cases(definitions["OptimizerBlock"], "type", optimizers)
-    model_block["properties"] = {"model_type": {"enum": list(ARCHITECTURES)}, FROM_PRETRAINED: {"type": "string"}}
+    model_block["properties"] = {
+        "model_type": {"enum": list(ARCHITECTURES)},
+        FROM_PRETRAINED: {"type": "string"},
+    }
     _add_cases(model_block, "model_type", {name: _with_fields(name) for name in ARCHITECTURES})
-    schema["properties"][SCHEMA] = {"type": "string", "description": "The path of this schema, for editors."}
+    schema["properties"][SCHEMA] = {
+        "type": "string",
+        "description": "The path of this schema, for editors.",
+    }
     return {
         **schema,
         "$schema": GenerateJsonSchema.schema_dialect,
@@ -64,7 +90,9 @@ def json_schema() -> Json:
 
 
 def _add_cases(block: Json, key: str, cases: dict[str, Json]) -> None:
-    """Add the schema for each value (a pattern) of `key`. Unlike `oneOf`, it reports the path of an error."""
+    """Add the schema for each value (a pattern) of `key`. Unlike `oneOf`, it reports the path of
+    an error.
+    """
     block["allOf"] = [
         {"if": {"properties": {key: {"pattern": f"^{value}$"}}, "required": [key]}, "then": then}
         for value, then in cases.items()
@@ -74,17 +102,26 @@ def _add_cases(block: Json, key: str, cases: dict[str, Json]) -> None:
 def _with_params(model: type[BaseModel], block: str = "scheduler") -> Json:
     params = model.model_json_schema()
     _adapt(params["properties"], f"{block}.params.")
-    return {"properties": {"params": params}, "required": ["params"] if "required" in params else []}
+    return {
+        "properties": {"params": params},
+        "required": ["params"] if "required" in params else [],
+    }
 
 
 def _with_fields(model_type: str) -> Json:
-    """Return a schema that allows the fields of a model type, those of every transformers config included."""
+    """Return a schema that allows the fields of a model type, those of every transformers config
+    included.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from zero_tp.model.architectures import ARCHITECTURES
 
     config_class = CONFIG_MAPPING[model_type]
-    names = {"model_type", *inspect.get_annotations(config_class), *ARCHITECTURES[model_type].fields.undeclared}
+    names = {
+        "model_type",
+        *inspect.get_annotations(config_class),
+        *ARCHITECTURES[model_type].fields.undeclared,
+    }
     names |= {alias for alias, name in config_class.attribute_map.items() if name in names}
     return {"properties": dict.fromkeys(sorted(names), True), "additionalProperties": False}
 

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 FROM_PRETRAINED = "from_pretrained"
 BALANCING_LOSS_FIELDS = ("output_router_logits", "router_aux_loss_coef")
-"""Fields of the load-balancing loss, which may be given with `from_pretrained`: published configs omit them."""
+"""Fields of the load-balancing loss, which may be given with `from_pretrained`: published
+configs omit them.
+"""
 SET_BY_OTHER_KEYS = {
     "attn_implementation": "zero_tp.attention",
     "_attn_implementation": "zero_tp.attention",
@@ -43,7 +45,9 @@ def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrai
     spec.check(zero_tp.parallel.tensor)
     _check_length(zero_tp, spec.positions, config)
     if zero_tp.logging.experts and spec.experts is None:
-        raise ConfigError("zero_tp.logging.experts", f"{config.model_type} has no experts", "leave it out")
+        raise ConfigError(
+            "zero_tp.logging.experts", f"{config.model_type} has no experts", "leave it out"
+        )
     return config
 
 
@@ -56,12 +60,19 @@ def model_config(model: dict[str, Any], saved: dict[str, Any] | None = None) -> 
         remedy = f'supported: {", ".join(ARCHITECTURES)}; or give {{"{FROM_PRETRAINED}": DIR}}'
         raise ConfigError(f"{MODEL_KEY}.model_type", "required, but not given", remedy)
     for name in model.keys() & SET_BY_OTHER_KEYS.keys():
-        raise ConfigError(f"{MODEL_KEY}.{name}", "is not a field of a model", f"use {SET_BY_OTHER_KEYS[name]}")
-    return config_from_block(model) if FROM_PRETRAINED not in model else _pretrained_config(model, saved)
+        raise ConfigError(
+            f"{MODEL_KEY}.{name}", "is not a field of a model", f"use {SET_BY_OTHER_KEYS[name]}"
+        )
+    return (
+        config_from_block(model)
+        if FROM_PRETRAINED not in model
+        else _pretrained_config(model, saved)
+    )
 
 
 def _check_objective(zero_tp: ZeroTP, spec: TransformerSpec, config: PreTrainedConfig) -> None:
-    masked, key = zero_tp.masked, "zero_tp.objective"
+    masked = zero_tp.masked
+    key = "zero_tp.objective"
     if masked is not None and spec.causal:
         problem = f'"masked" does not train this model: {config.model_type} is a causal decoder'
         raise ConfigError(key, problem, "leave it out, or train another model")
@@ -82,23 +93,34 @@ def _pretrained_config(model: dict[str, Any], saved: dict[str, Any] | None) -> P
     from zero_tp.model.architectures import ARCHITECTURES
     from zero_tp.model.architectures.configs import config_from_directory, config_from_json
 
-    directory, key = model[FROM_PRETRAINED], f"{MODEL_KEY}.{FROM_PRETRAINED}"
+    directory = model[FROM_PRETRAINED]
+    key = f"{MODEL_KEY}.{FROM_PRETRAINED}"
     if not isinstance(directory, str) or not directory:
-        raise ConfigError(key, f"expected a string, got {shown(directory)}", "give a Hugging Face model directory")
+        raise ConfigError(
+            key, f"expected a string, got {shown(directory)}", "give a Hugging Face model directory"
+        )
     changes = {name: value for name, value in model.items() if name != FROM_PRETRAINED}
-    allowed = dict.fromkeys(name for entry in ARCHITECTURES.values() for name in entry.fields.dropouts)
+    allowed = dict.fromkeys(
+        name for entry in ARCHITECTURES.values() for name in entry.fields.dropouts
+    )
     allowed |= dict.fromkeys(BALANCING_LOSS_FIELDS)
     for name in changes:
         if name not in allowed:
             problem = f"given with {FROM_PRETRAINED}, but {directory} decides it"
-            raise ConfigError(f"{MODEL_KEY}.{name}", problem, f"leave it out; only {', '.join(allowed)} can be given")
+            raise ConfigError(
+                f"{MODEL_KEY}.{name}",
+                problem,
+                f"leave it out; only {', '.join(allowed)} can be given",
+            )
     if saved is not None and not Path(directory).exists():
         return config_from_json(saved, Path(directory), **changes)
     return config_from_directory(resolve(directory, key, weights=False), key, **changes)
 
 
 def ignored_fields(model: dict[str, Any]) -> list[str]:
-    """Return a line on fields of `from_pretrained`'s config.json that have no effect; none without that file."""
+    """Return a line on fields of `from_pretrained`'s config.json that have no effect; none
+    without that file.
+    """
     from zero_tp.model.architectures.configs import describe_ignored_fields
 
     if FROM_PRETRAINED not in model:
@@ -108,11 +130,15 @@ def ignored_fields(model: dict[str, Any]) -> list[str]:
 
 
 def _check_length(zero_tp: ZeroTP, positions: int, config: PreTrainedConfig) -> None:
-    key, tensor, length = "zero_tp.data.sequence_length", zero_tp.parallel.tensor, zero_tp.data.sequence_length
+    key = "zero_tp.data.sequence_length"
+    tensor = zero_tp.parallel.tensor
+    length = zero_tp.data.sequence_length
     if length > positions:
         problem = f"{length} tokens, but the model has {positions} positions"
         name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-        longer = "use another model" if FROM_PRETRAINED in zero_tp.model else f"raise {MODEL_KEY}.{name}"
+        longer = (
+            "use another model" if FROM_PRETRAINED in zero_tp.model else f"raise {MODEL_KEY}.{name}"
+        )
         raise ConfigError(key, problem, f"shorten it, or {longer}")
     if zero_tp.parallel.sequence and length % tensor:
         inequality = f"{length} ≠ tensor {tensor} × {length / tensor:.4g} tokens a rank"

@@ -37,13 +37,19 @@ from zero_tp.engine.settings.parse import parse_settings
 from zero_tp.engine.settings.rule import Combination
 from zero_tp.engine.settings.rules import notes, refuse
 from zero_tp.parallel.topology import data_parallel_size
-from zero_tp.run.config.model_block import FROM_PRETRAINED, check_model, ignored_fields, model_config
+from zero_tp.run.config.model_block import (
+    FROM_PRETRAINED,
+    check_model,
+    ignored_fields,
+    model_config,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-SCHEMA, TOKENIZER_KEY = "$schema", "zero_tp.tokenizer"
+SCHEMA = "$schema"
+TOKENIZER_KEY = "zero_tp.tokenizer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +90,13 @@ class RunConfig:
 
         Raises:
             ConfigError: the file can't be read.
-            ConfigErrors: all keys that are wrong by themselves or, if there are none, all refused combinations.
+            ConfigErrors: all keys that are wrong by themselves or, if there are none, all refused
+                combinations.
         """
         path = Path(path)
-        suggestion = "" if path.exists() else did_you_mean(str(path), config_names())  # lists them if none is similar
+        suggestion = (
+            "" if path.exists() else did_you_mean(str(path), config_names())
+        )  # lists them if none is similar
         remedy = "give the path of a JSON config, or a name of ds_configs"
         remedy += f": {suggestion}" if "?" in suggestion else ""
         values = read_json(path, remedy)
@@ -95,7 +104,9 @@ class RunConfig:
         values, removed = drop_removed_keys(values)
         check_leaves(values)
         if not isinstance(values.pop(SCHEMA, ""), str):  # for editors
-            raise ConfigError(SCHEMA, "expected a string", "give the path of the schema, or leave it out")
+            raise ConfigError(
+                SCHEMA, "expected a string", "give the path of the schema, or leave it out"
+            )
         use_current_names(values)
         auto_keys = pop_autos(values)
         choose_implementation(values)
@@ -114,10 +125,14 @@ class RunConfig:
         return cls(path, world_size, batch, settings, zero_tp, hf_config, (*removed, *lines))
 
     def with_pinned_tokenizer(self) -> RunConfig:
-        """Return the config with the commit of its tokenizer. The hub is asked if the tokenizer is a name there."""
+        """Return the config with the commit of its tokenizer. The hub is asked if the tokenizer
+        is a name there.
+        """
         if self.zero_tp.tokenizer is None:
             return self
-        zero_tp = self.zero_tp.model_copy(update={"tokenizer": pin_commit(self.zero_tp.tokenizer, TOKENIZER_KEY)})
+        zero_tp = self.zero_tp.model_copy(
+            update={"tokenizer": pin_commit(self.zero_tp.tokenizer, TOKENIZER_KEY)}
+        )
         return dataclasses.replace(self, zero_tp=zero_tp)
 
     @property
@@ -151,17 +166,30 @@ class RunConfig:
 
     @property
     def nvme_paths(self) -> dict[str, Path | None]:
-        """Return the directories of the offload blocks whose device is "nvme", by the block's name."""
+        """Return the directories of the offload blocks whose device is "nvme", by the block's
+        name.
+        """
         return self.settings.zero_optimization.nvme_paths
 
     def missing_files(self) -> list[Path]:
-        """Return the files and directories that the run reads but that are missing here and in the hub's cache."""
-        data, evaluation = self.zero_tp.data, self.zero_tp.evaluation
+        """Return the files and directories that the run reads but that are missing here and in
+        the hub's cache.
+        """
+        data = self.zero_tp.data
+        evaluation = self.zero_tp.evaluation
         corpora = [*data.train, *(data.validation or {})]
         named = [Path(f"{prefix}.{ending}") for prefix in corpora for ending in ("bin", "idx")]
-        others = (self.zero_tp.tokenizer, evaluation.task_include_path, *evaluation.task_data.values())
+        others = (
+            self.zero_tp.tokenizer,
+            evaluation.task_include_path,
+            *evaluation.task_data.values(),
+        )
         named += [Path(name) for name in others if name is not None and name not in self.hub_names]
-        named += [Path(name) for name, weights in self.hub_names.items() if not is_cached(name, weights=weights)]
+        named += [
+            Path(name)
+            for name, weights in self.hub_names.items()
+            if not is_cached(name, weights=weights)
+        ]
         named += [path for path in self.nvme_paths.values() if path is not None]
         return [path for path in named if not os.path.exists(path)]
 
@@ -169,7 +197,11 @@ class RunConfig:
     def hub_names(self) -> dict[str, bool]:
         """Return the hub names that a run reads, and whether it reads their weights."""
         names = {self.zero_tp.tokenizer: False, self.zero_tp.model.get(FROM_PRETRAINED): True}
-        return {name: weights for name, weights in names.items() if name is not None and is_hub_name(name)}
+        return {
+            name: weights
+            for name, weights in names.items()
+            if name is not None and is_hub_name(name)
+        }
 
     @property
     def dtype(self) -> str:
@@ -183,8 +215,13 @@ class RunConfig:
         return self.settings.without(*MONITORS)
 
     def resolved(self) -> dict[str, Any]:
-        """Return the whole config with every default of `zero_tp` and every "auto" filled in, as a loadable dict."""
-        return {**self.settings.written(), "zero_tp": self.zero_tp.model_dump(mode="json", by_alias=True)}
+        """Return the whole config with every default of `zero_tp` and every "auto" filled in, as
+        a loadable dict.
+        """
+        return {
+            **self.settings.written(),
+            "zero_tp": self.zero_tp.model_dump(mode="json", by_alias=True),
+        }
 
     @property
     def label_fraction(self) -> float:
@@ -203,12 +240,22 @@ class RunConfig:
 
     def cautions(self) -> list[str]:
         """Return a line for each unusual setting, and for each removed key."""
-        return [*self._load_notes, *notes(self.combination, "note"), *ignored_fields(self.zero_tp.model)]
+        return [
+            *self._load_notes,
+            *notes(self.combination, "note"),
+            *ignored_fields(self.zero_tp.model),
+        ]
 
     @property
     def pretrained(self) -> Path | None:
-        """Return the initial weights' Hugging Face directory, or hub name with commit; None for random weights."""
-        return Path(self.zero_tp.model[FROM_PRETRAINED]) if FROM_PRETRAINED in self.zero_tp.model else None
+        """Return the initial weights' Hugging Face directory, or hub name with commit; None for
+        random weights.
+        """
+        return (
+            Path(self.zero_tp.model[FROM_PRETRAINED])
+            if FROM_PRETRAINED in self.zero_tp.model
+            else None
+        )
 
     def hf_config(self) -> PreTrainedConfig:
         """Return a new Hugging Face config of `zero_tp.model` with `zero_tp.attention`.
@@ -231,15 +278,24 @@ def _required(size: int | None) -> int:
 
 
 def _check_keys(
-    values: dict[str, Any], block: Any, auto_keys: Sequence[str], world_size: int | None, saved: SavedStart | None
+    values: dict[str, Any],
+    block: Any,
+    auto_keys: Sequence[str],
+    world_size: int | None,
+    saved: SavedStart | None,
 ) -> tuple[ZeroTP, PreTrainedConfig, BatchSizes]:
-    """Check every key by itself; return the `zero_tp` block, the model's config and the batch sizes.
+    """Check every key by itself; return the `zero_tp` block, the model's config and the batch
+    sizes.
 
     Args:
         values: DeepSpeed's part.
         block: the `zero_tp` block.
     """
-    collector, zero_tp, hf_config, batch, data = ErrorCollector(), None, None, None, None
+    collector = ErrorCollector()
+    zero_tp = None
+    hf_config = None
+    batch = None
+    data = None
     with collector:
         parse_settings(values, auto_keys=auto_keys)
     with collector:
@@ -266,18 +322,30 @@ def _check_keys(
 def _check_block(block: Any) -> ZeroTP:
     """Return the `zero_tp` block of a file, typed."""
     if block is None:
-        raise ConfigError("zero_tp", "required, but not given", "add the block that docs/config.md describes")
+        raise ConfigError(
+            "zero_tp", "required, but not given", "add the block that docs/config.md describes"
+        )
     zero_tp = validate(ZeroTP, block, "zero_tp", unresolvable_autos(block, "zero_tp"))
-    steps, tokens = zero_tp.training.steps, zero_tp.training.tokens
+    steps = zero_tp.training.steps
+    tokens = zero_tp.training.tokens
     if (steps is None) == (tokens is None):
-        problem = "required, but not given" if steps is None else "given with zero_tp.training.tokens"
-        raise ConfigError("zero_tp.training.steps", problem, "give the steps or the tokens of the whole run")
+        problem = (
+            "required, but not given" if steps is None else "given with zero_tp.training.tokens"
+        )
+        raise ConfigError(
+            "zero_tp.training.steps", problem, "give the steps or the tokens of the whole run"
+        )
     return zero_tp
 
 
-def _pin_and_check_model(zero_tp: ZeroTP, saved: SavedStart | None) -> tuple[ZeroTP, PreTrainedConfig]:
-    """Pin hub names to the commits of the run's first start; return the block and the model's config."""
-    model, key = zero_tp.model, f"{MODEL_KEY}.{FROM_PRETRAINED}"
+def _pin_and_check_model(
+    zero_tp: ZeroTP, saved: SavedStart | None
+) -> tuple[ZeroTP, PreTrainedConfig]:
+    """Pin hub names to the commits of the run's first start; return the block and the model's
+    config.
+    """
+    model = zero_tp.model
+    key = f"{MODEL_KEY}.{FROM_PRETRAINED}"
     earlier = None if saved is None else saved.config
     if FROM_PRETRAINED in model:
         model[FROM_PRETRAINED] = pin_to_first_start(model[FROM_PRETRAINED], look_up(earlier, key))
@@ -291,21 +359,34 @@ def _pin_and_check_model(zero_tp: ZeroTP, saved: SavedStart | None) -> tuple[Zer
 
 
 def _fill_steps(zero_tp: ZeroTP, samples: int | None) -> ZeroTP:
-    """Replace `training.tokens` by the number of steps, of `samples` samples each, that train on them."""
+    """Replace `training.tokens` by the number of steps, of `samples` samples each, that train on
+    them.
+    """
     training = zero_tp.training
     if training.tokens is None:
         return zero_tp
     if samples is None:
         problem = "needs the global batch, which the number of ranks decides"
-        raise ConfigError("zero_tp.training.tokens", problem, "give --world-size N, or train_batch_size")
+        raise ConfigError(
+            "zero_tp.training.tokens", problem, "give --world-size N, or train_batch_size"
+        )
     steps = math.ceil(training.tokens / (samples * zero_tp.data.sequence_length))
-    return zero_tp.model_copy(update={"training": training.model_copy(update={"steps": steps, "tokens": None})})
+    return zero_tp.model_copy(
+        update={"training": training.model_copy(update={"steps": steps, "tokens": None})}
+    )
 
 
 def check_accelerator(dtype: str, accelerator: Any) -> None:
-    """Check that this machine's accelerator (DeepSpeed's object) supports a dtype: "fp32", "bf16" or "fp16"."""
+    """Check that this machine's accelerator (DeepSpeed's object) supports a dtype: "fp32",
+    "bf16" or "fp16".
+    """
     supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
     if dtype != "fp32" and not supported[dtype]():
         others = " or ".join(other for other in supported if other != dtype and supported[other]())
-        problem = f"the accelerator of this machine ({accelerator.device_name()}) does not support {dtype}"
-        raise ConfigError(f"{dtype}.enabled", problem, f"use {others or 'fp32'}, or a machine that supports it")
+        problem = (
+            f"the accelerator of this machine ({accelerator.device_name()}) does not support "
+            f"{dtype}"
+        )
+        raise ConfigError(
+            f"{dtype}.enabled", problem, f"use {others or 'fp32'}, or a machine that supports it"
+        )

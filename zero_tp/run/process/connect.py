@@ -34,13 +34,17 @@ def connect(
     timeout: timedelta = TIMEOUT,
     start_timeout: timedelta = TIMEOUT,
 ) -> tuple[Topology, torch.device]:
-    """Join the process group, which DeepSpeed later adopts, and create the topology's groups. Collective.
+    """Join the process group, which DeepSpeed later adopts, and create the topology's groups.
+    Collective.
 
-    A script calls `zero_tp.connect(tensor=2)`: the ranks are those that a launcher started, or this process alone.
+    A script calls `zero_tp.connect(tensor=2)`: the ranks are those that a launcher started, or this
+    process alone.
 
     Args:
-        environment: this rank's place in its job, already exported; by default the launcher's variables give it.
-        device_type: torch's name of it, `cuda` or `cpu`; by default that of DeepSpeed's accelerator.
+        environment: this rank's place in its job, already exported; by default the launcher's
+            variables give it.
+        device_type: torch's name of it, `cuda` or `cpu`; by default that of DeepSpeed's
+            accelerator.
         tensor, sequence: the TP degree, and whether SP is on.
         timeout: limit of one collective.
         start_timeout: limit of the wait for ranks that still read their inputs.
@@ -49,8 +53,8 @@ def connect(
         The topology of this rank, and its device, which is now the current one.
 
     Raises:
-        UserError: the launcher's variables are incomplete, this rank has no such device, the TP degree does not divide
-            the number of ranks, or another rank has refused.
+        UserError: the launcher's variables are incomplete, this rank has no such device, the TP
+            degree does not divide the number of ranks, or another rank has refused.
     """
     if environment is None:
         environment = RankEnvironment.of_this_process()
@@ -60,8 +64,11 @@ def connect(
 
         device_type = str(get_accelerator().device_name())
     if environment.world > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(environment.cores)  # by default each rank would start a thread for each core
-    device, bound_device = torch.device("cpu"), None
+        torch.set_num_threads(
+            environment.cores
+        )  # by default each rank would start a thread for each core
+    device = torch.device("cpu")
+    bound_device = None
     if device_type != "cpu":
         device = rank_device(environment, device_type)
         torch.get_device_module(device_type).set_device(device.index)
@@ -72,29 +79,43 @@ def connect(
         environment.store.wait_until_all_ready(start_timeout)
         if device_type != "cpu":
             bound_device = device  # NCCL then creates groups by splitting the world's communicator
-    dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timeout, device_id=bound_device)
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device), timeout=timeout, device_id=bound_device
+    )
     return Topology(tensor, sequence, timeout=timeout), device
 
 
 def rank_device(environment: RankEnvironment, device_type: str) -> torch.device:
-    """Return this rank's device: the one with its local rank's index, or the only one that it can see."""
+    """Return this rank's device: the one with its local rank's index, or the only one that it
+    can see.
+    """
     from deepspeed.accelerator import get_accelerator
 
-    index, count = environment.local_rank, torch.get_device_module(device_type).device_count()
+    index = environment.local_rank
+    count = torch.get_device_module(device_type).device_count()
     if index is None and environment.world > 1:
         raise UserError(
-            f"LOCAL_RANK is not set, so the {device_type} device of rank {environment.rank} is unknown; use a "
+            f"LOCAL_RANK is not set, so the {device_type} device of rank {environment.rank} is "
+            "unknown; use a "
             "launcher, or set it to the rank's number on its machine"
         )
-    if count == 1 and any(os.environ.get(name) for name in get_accelerator().visible_devices_envs()):
-        return torch.device(device_type, 0)  # srun --gpus-per-task=1 hides the devices of the other ranks
+    if count == 1 and any(
+        os.environ.get(name) for name in get_accelerator().visible_devices_envs()
+    ):
+        return torch.device(
+            device_type, 0
+        )  # srun --gpus-per-task=1 hides the devices of the other ranks
     if (index or 0) >= count:
         raise UserError(f"local rank {index} has no {device_type} device: this machine has {count}")
     return torch.device(device_type, index or 0)
 
 
-def connect_deepspeed(config: RunConfig, environment: RankEnvironment) -> tuple[Topology, torch.device]:
-    """Check that this machine has what the config uses, then `connect` on DeepSpeed's accelerator. Collective."""
+def connect_deepspeed(
+    config: RunConfig, environment: RankEnvironment
+) -> tuple[Topology, torch.device]:
+    """Check that this machine has what the config uses, then `connect` on DeepSpeed's
+    accelerator. Collective.
+    """
     from deepspeed.accelerator import get_accelerator
 
     from zero_tp.run.config import check_accelerator
@@ -110,7 +131,8 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment) -> tuple[
     message = ops.compilation_note(config.settings, accelerator)
     if message is not None and environment.rank == 0:
         print(message, flush=True)
-    limits, margin = config.zero_tp.training.timeouts, timedelta(seconds=WATCHDOG_MARGIN_SECONDS)
+    limits = config.zero_tp.training.timeouts
+    margin = timedelta(seconds=WATCHDOG_MARGIN_SECONDS)
     parallel = config.zero_tp.parallel
     return connect(
         environment,
@@ -118,18 +140,22 @@ def connect_deepspeed(config: RunConfig, environment: RankEnvironment) -> tuple[
         parallel.tensor,
         parallel.sequence,
         timeout=timedelta(minutes=limits.longest) + margin,
-        start_timeout=START_TIMEOUT if limits.start is None else timedelta(minutes=limits.start) + margin,
+        start_timeout=START_TIMEOUT
+        if limits.start is None
+        else timedelta(minutes=limits.start) + margin,
     )
 
 
 def use_deterministic_cublas() -> None:
-    """Make cuBLAS deterministic, as `guards.check_reproducible` requires. Call it before this process uses CUDA.
+    """Make cuBLAS deterministic, as `guards.check_reproducible` requires. Call it before this
+    process uses CUDA.
 
     torch reads the variable at its first product (`Context::alertCuBLASConfigNotDeterministic`).
     """
     value = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if value not in (":4096:8", ":16:8"):
         raise UserError(
-            f"CUBLAS_WORKSPACE_CONFIG is {value!r}, with which zero_tp.training.guard_gradients cannot compare "
+            f"CUBLAS_WORKSPACE_CONFIG is {value!r}, with which zero_tp.training.guard_gradients "
+            "cannot compare "
             "gradients: cuBLAS is not deterministic; unset it, or set it to :4096:8"
         )

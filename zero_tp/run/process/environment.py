@@ -1,4 +1,6 @@
-"""A rank's place in its job, read from the launcher's variables. Importing this module does not import torch."""
+"""A rank's place in its job, read from the launcher's variables. Importing this module does not
+import torch.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from zero_tp.run.process.job_store import AGENT_STORE, JobStore
 
 DEEPSPEED_COMMANDS = ("deepspeed", "deepspeed.pt", "ds", "runner.py", "deepspeed.launcher.runner")
 
-# The variables of deepspeed, torchrun and accelerate, then those of OpenMPI's mpirun, then srun's. The first one that
-# is set counts: if srun starts torchrun, torchrun's numbers are those of the ranks.
+# The variables of deepspeed, torchrun and accelerate, then those of OpenMPI's mpirun, then srun's.
+# The first one that is set counts: if srun starts torchrun, torchrun's numbers are those of the
+# ranks.
 RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 WORLD = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
@@ -27,11 +30,13 @@ LOCAL_WORLD = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Place of this process in its job, under deepspeed, torchrun, accelerate, srun, mpirun or without a launcher.
+    """Place of this process in its job, under deepspeed, torchrun, accelerate, srun, mpirun or
+    without a launcher.
 
     Attributes:
         local_rank, local_world: None if the launcher sets neither.
-        parent: the launcher's process. None without a launcher: such a process may outlive its shell (`nohup`).
+        parent: the launcher's process. None without a launcher: such a process may outlive its
+            shell (`nohup`).
     """
 
     rank: int
@@ -43,15 +48,26 @@ class RankEnvironment:
     @staticmethod
     def of_this_process(variables: Mapping[str, str] = os.environ) -> RankEnvironment:
         """Read the launcher's variables and find the launcher's process."""
-        if "SLURM_STEP_NUM_TASKS" not in variables:  # a batch script is not a task, but has Slurm's other variables
-            variables = {name: value for name, value in variables.items() if not name.startswith("SLURM_")}
+        if (
+            "SLURM_STEP_NUM_TASKS" not in variables
+        ):  # a batch script is not a task, but has Slurm's other variables
+            variables = {
+                name: value for name, value in variables.items() if not name.startswith("SLURM_")
+            }
         world = _number(variables, WORLD) or 1
         rank = _number(variables, RANK)
-        # Slurm's local rank is no sign of a launcher: a single process in an interactive job has it too.
-        has_launcher = _number(variables, LOCAL_RANK[:2]) is not None or (world > 1 and rank is not None)
+        # Slurm's local rank is no sign of a launcher: a single process in an interactive job has it
+        # too.
+        has_launcher = _number(variables, LOCAL_RANK[:2]) is not None or (
+            world > 1 and rank is not None
+        )
         # srun may also start torchrun or deepspeed, whose ranks are not its tasks.
         is_task = [variables.get(name) for name in (RANK[-1], WORLD[-1])] == [str(rank), str(world)]
-        local_tasks = [number for number in variables.get("SLURM_GTIDS", "").split(",") if number] if is_task else []
+        local_tasks = (
+            [number for number in variables.get("SLURM_GTIDS", "").split(",") if number]
+            if is_task
+            else []
+        )
         return RankEnvironment(
             rank=(rank or 0) if has_launcher else 0,
             world=world if has_launcher else 1,
@@ -75,7 +91,9 @@ class RankEnvironment:
 
     @property
     def cores(self) -> int:
-        """CPU cores that this rank may use: those it is bound to, or an equal part of its launcher's."""
+        """CPU cores that this rank may use: those it is bound to, or an equal part of its
+        launcher's.
+        """
         own = len(os.sched_getaffinity(0))
         launcher = len(os.sched_getaffinity(self.parent.pid)) if self.parent else own
         return max(1, min(own, launcher // (self.local_world or self.world)))
@@ -89,14 +107,20 @@ class RankEnvironment:
         """Set the variables that torch reads, which Slurm and a process without a launcher lack.
 
         Raises:
-            UserError: the ranks have no address to meet at, or torchrun's restarts would reuse an old store.
+            UserError: the ranks have no address to meet at, or torchrun's restarts would reuse an
+                old store.
         """
-        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ.get(AGENT_STORE) == "True":
+        if (
+            os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+            and os.environ.get(AGENT_STORE) == "True"
+        ):
             raise UserError(
-                "torchrun's --max-restarts: restarted ranks would read the addresses of ended ranks from the agents' "
+                "torchrun's --max-restarts: restarted ranks would read the addresses of ended "
+                "ranks from the agents' "
                 "store; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, on every machine"
             )
-        # Overwrite them: with a WORLD_SIZE or MASTER_ADDR left over in a shell, a single process would wait for others.
+        # Overwrite them: with a WORLD_SIZE or MASTER_ADDR left over in a shell, a single process
+        # would wait for others.
         os.environ["RANK"] = str(self.rank)
         os.environ["WORLD_SIZE"] = str(self.world)
         os.environ["LOCAL_RANK"] = str(self.local_rank or 0)
@@ -109,22 +133,29 @@ class RankEnvironment:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
                 raise UserError(
-                    f"{name} is not set: {self.world} ranks need it to meet; export it before srun, as "
+                    f"{name} is not set: {self.world} ranks need it to meet; export it before "
+                    "srun, as "
                     "launch/slurm.sbatch does"
                 )
 
     def deepspeed_command(self) -> psutil.Process | None:
-        """Return the process of the `deepspeed` command, if DeepSpeed started this rank: the parent of launch.py."""
+        """Return the process of the `deepspeed` command, if DeepSpeed started this rank: the
+        parent of launch.py.
+        """
         with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
             if self.parent is not None and "deepspeed.launcher.launch" in self.parent.cmdline():
                 command = self.parent.parent()
-                if command is not None and any(Path(word).name in DEEPSPEED_COMMANDS for word in command.cmdline()[:4]):
+                if command is not None and any(
+                    Path(word).name in DEEPSPEED_COMMANDS for word in command.cmdline()[:4]
+                ):
                     return command
         return None
 
 
 def _number(variables: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    return next((int(variables[name]) for name in names if variables.get(name, "").isdecimal()), None)
+    return next(
+        (int(variables[name]) for name in names if variables.get(name, "").isdecimal()), None
+    )
 
 
 def rank_name(rank: int) -> str:
@@ -141,8 +172,13 @@ def free_port() -> int:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether `process` runs; False for a zombie, and if its pid belongs to another process by now."""
+    """Return whether `process` runs; False for a zombie, and if its pid belongs to another
+    process by now.
+    """
     try:
-        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return process.is_running() and process.status() not in (
+            psutil.STATUS_ZOMBIE,
+            psutil.STATUS_DEAD,
+        )
     except psutil.NoSuchProcess:
         return False

@@ -22,7 +22,8 @@ class RankStatus:
     """Status of a rank, as it is written to the job's store.
 
     Attributes:
-        count: number of marks. All ranks set the same marks in the same order, so the rank with the fewest is behind.
+        count: number of marks. All ranks set the same marks in the same order, so the rank with the
+            fewest is behind.
         phase, step, doing: start, step, save or evaluation; its step; the work inside it.
         seconds: since the last mark.
         message_number: of the messages that this rank has written.
@@ -44,11 +45,18 @@ class RankStatus:
         step = f" {self.step}" if self.step else ""
         doing = f", {self.doing}" if self.doing else ""
         where = f"{self.phase}{step}{doing}"
-        return f"({self.host}) in {where} for {self.seconds:.0f} s{f', at {self.frame}' if self.frame else ''}"
+        return (
+            f"({self.host}) in {where} for {self.seconds:.0f} "
+            f"s{f', at {self.frame}' if self.frame else ''}"
+        )
 
 
 def describe_hang(
-    statuses: Mapping[int, RankStatus], silent_ranks: set[int], world: int, own: RankStatus, limit: float
+    statuses: Mapping[int, RankStatus],
+    silent_ranks: set[int],
+    world: int,
+    own: RankStatus,
+    limit: float,
 ) -> str:
     """Return a line for each rank, and a last line that says which ranks wait for which.
 
@@ -58,19 +66,27 @@ def describe_hang(
         limit: in seconds.
     """
     lines = [
-        f"rank {rank} {statuses[rank].describe()}{', no heartbeat since then' if rank in silent_ranks else ''}"
+        f"rank {rank} "
+        f"{statuses[rank].describe()}{', no heartbeat since then' if rank in silent_ranks else ''}"
         for rank in sorted(statuses)
     ]
     least = min(status.count for status in statuses.values())
     fewest_marks = [rank for rank in sorted(statuses) if statuses[rank].count == least]
-    behind = sorted(silent_ranks) or [rank for rank in fewest_marks if statuses[rank].waiting is False] or fewest_marks
+    behind = (
+        sorted(silent_ranks)
+        or [rank for rank in fewest_marks if statuses[rank].waiting is False]
+        or fewest_marks
+    )
     waiting = sorted(set(range(world)) - set(behind))
     if world == 1:
         who = ""
     elif len(statuses) == 1:
         who = ": no other rank has reported its state"
     elif waiting:
-        who = f": {name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for {name_ranks(behind)}"
+        who = (
+            f": {name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for "
+            f"{name_ranks(behind)}"
+        )
     else:
         who = ": no rank is behind another"
     where = f"{own.phase}{f' {own.step}' if own.step else ''}"
@@ -79,15 +95,19 @@ def describe_hang(
 
 
 def describe_frame(thread: int) -> tuple[str, bool]:
-    """Return the function that a thread runs, with its caller in this library, and whether it waits for other ranks."""
+    """Return the function that a thread runs, with its caller in this library, and whether it
+    waits for other ranks.
+    """
     collects = gc.isenabled()
-    gc.disable()  # Python 3.11 hangs in a collection that begins while frames are listed (CPython's issue 106883)
+    # Python 3.11 hangs in a collection that begins while frames are listed (CPython's issue 106883)
+    gc.disable()
     frame = sys._current_frames().get(thread)
     if collects:
         gc.enable()
     if frame is None:
         return "the end of its thread", False
-    name, file = frame.f_code.co_name, frame.f_code.co_filename
+    name = frame.f_code.co_name
+    file = frame.f_code.co_filename
     waiting = name == "wait" or any(part in file for part in _WAITING)
     for caller, line in traceback.walk_stack(frame):
         path = Path(caller.f_code.co_filename)
@@ -99,13 +119,21 @@ def describe_frame(thread: int) -> tuple[str, bool]:
 
 
 def dump_flight_recorder(rank: int) -> list[str]:
-    """Write NCCL's flight recorder to torch's own path, for `torchfrtrace`, and return a line that names the file."""
+    """Write NCCL's flight recorder to torch's own path, for `torchfrtrace`, and return a line
+    that names the file.
+    """
     distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_initialized() or "nccl" not in distributed.get_backend():
+    if (
+        distributed is None
+        or not distributed.is_initialized()
+        or "nccl" not in distributed.get_backend()
+    ):
         return []
     from torch._C._distributed_c10d import _dump_nccl_trace  # type: ignore[attr-defined]
 
-    path = Path(f"{os.environ.get('TORCH_NCCL_DEBUG_INFO_TEMP_FILE', '/tmp/nccl_trace_rank_')}{rank}")
+    path = Path(
+        f"{os.environ.get('TORCH_NCCL_DEBUG_INFO_TEMP_FILE', '/tmp/nccl_trace_rank_')}{rank}"
+    )
     try:
         path.write_bytes(_dump_nccl_trace())
     except OSError as error:

@@ -1,8 +1,9 @@
 """The job's store, where ranks agree to start before they create their first process group.
 
-A rank refuses to start if its input is wrong (`UserError`). Each rank posts "ready", or its refusal. The last rank to
-be ready, or the first to refuse, writes the outcome, and all ranks wait for it. So no rank waits in a process group for
-one that has refused. The server is that of `torch.distributed`: rank 0's, or torchrun's agent's.
+A rank refuses to start if its input is wrong (`UserError`). Each rank posts "ready", or its
+refusal. The last rank to be ready, or the first to refuse, writes the outcome, and all ranks wait
+for it. So no rank waits in a process group for one that has refused. The server is that of
+`torch.distributed`: rank 0's, or torchrun's agent's.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ class JobStore:
     """One rank's client of the job's store. It imports torch when the rank joins."""
 
     def __init__(self, rank: int, world: int, is_multi_node: bool) -> None:
-        self._rank, self._world, self._is_multi_node = rank, world, is_multi_node
+        self._rank = rank
+        self._world = world
+        self._is_multi_node = is_multi_node
         self._store: dist.Store | None = None
 
     def join(self, limit: timedelta = JOIN_LIMIT) -> dist.Store:
-        """Connect to the store. Rank 0 starts its server, which torch's process group will use too."""
+        """Connect to the store. Rank 0 starts its server, which torch's process group will use
+        too.
+        """
         import torch.distributed as dist
 
         if self._store is None:
@@ -65,7 +70,9 @@ class JobStore:
         store.wait(["outcome"], limit)
         try:
             outcome = store.get("outcome")
-        except RuntimeError as error:  # on one machine rank 0 exits with its store once it knows of a refusal
+        except (
+            RuntimeError
+        ) as error:  # on one machine rank 0 exits with its store once it knows of a refusal
             raise PeerRefused("a rank refused to start, and rank 0 has ended") from error
         if outcome != READY:
             raise PeerRefused(f"{outcome.decode()} refused to start")
@@ -74,7 +81,8 @@ class JobStore:
         """Post that this rank, called `name`, refuses to start.
 
         Returns:
-            Whether it is the first to refuse. None without a store: on one machine before `join`, or if it
+            Whether it is the first to refuse. None without a store: on one machine before `join`,
+                or if it
             cannot be reached.
         """
         if self._store is None and not (self._is_multi_node and os.environ.get("MASTER_PORT")):
@@ -89,9 +97,11 @@ class JobStore:
 
 
 def raise_open_file_limit(world: int) -> None:
-    """Raise this process's limit of open files to what a job of `world` ranks needs, at most to the hard limit.
+    """Raise this process's limit of open files to what a job of `world` ranks needs, at most to the
+    hard limit.
 
-    The store has three connections to each rank, and gloo one between any two. The soft limit is often 1,024 files.
+    The store has three connections to each rank, and gloo one between any two. The soft limit is
+    often 1,024 files.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1024 + 4 * world

@@ -1,14 +1,16 @@
 """`run_rank` runs a rank's process from its first line to its exit status, under every launcher.
 
-- Wrong input ends every rank with status 2 and one line. Before the ranks have joined the job's store, local rank 0
-  prints it, because every rank makes the same checks. After that, the first rank to refuse prints it.
-- A failing rank prints its traceback, and as its last line `rank R (host): Type: message`. A rank that fails because it
-  lost a peer prints nothing. If the peer was killed, another rank of its machine prints that.
-- SIGTERM ends a rank at once. In training the first SIGTERM is a request (signals.py), unless another rank has ended:
-  launchers send SIGTERM to all ranks after any rank's end.
+- Wrong input ends every rank with status 2 and one line. Before the ranks have joined the job's
+  store, local rank 0 prints it, because every rank makes the same checks. After that, the first
+  rank to refuse prints it.
+- A failing rank prints its traceback, and as its last line `rank R (host): Type: message`. A rank
+  that fails because it lost a peer prints nothing. If the peer was killed, another rank of its
+  machine prints that.
+- SIGTERM ends a rank at once. In training the first SIGTERM is a request (signals.py), unless
+  another rank has ended: launchers send SIGTERM to all ranks after any rank's end.
 
-Ranks exit by `os._exit`, because destructors can abort or hang while a thread is in a collective. The kernel closes
-their connections, so the other ranks notice at once.
+Ranks exit by `os._exit`, because destructors can abort or hang while a thread is in a collective.
+The kernel closes their connections, so the other ranks notice at once.
 """
 
 from __future__ import annotations
@@ -43,17 +45,24 @@ from zero_tp.run.process.node import NodeWatch, die_with
 from zero_tp.run.process.signals import Requests, listen
 from zero_tp.run.process.watch import Watchdog
 
-FAILED, TERMINATED = 1, 143
+FAILED = 1
+TERMINATED = 143
 
-LAUNCHER_SECONDS = 10.0  # limit of the wait for the launcher's SIGTERM, after local rank 0 has ended
-STORE_SECONDS = 10.0  # rank 0 keeps its store open that long, for refusals that other machines still read
+LAUNCHER_SECONDS = (
+    10.0  # limit of the wait for the launcher's SIGTERM, after local rank 0 has ended
+)
+STORE_SECONDS = (
+    10.0  # rank 0 keeps its store open that long, for refusals that other machines still read
+)
 REFUSAL_SECONDS = 60.0  # limit of posting a refusal, if another machine does not answer
 PEER_SECONDS = 5.0  # limit of the wait for a peer's process to end, after its connection has broken
-EXIT_SECONDS = 20.0  # limit of exit functions after success, such as a tracker's upload, and of the report of an error
+# limit of exit functions after success, such as a tracker's upload, and of the report of an error
+EXIT_SECONDS = 20.0
 MESSAGE_LIMIT = 600  # characters of an error in its last line; the traceback above has all
 
 _LOST_PEER = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|\bgloo\b|\bnccl\b|remote process|"
+    r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|\bgloo\b|\bnccl\b|remote "
+    "process|"
     r"socket|timed? ?out",
     re.IGNORECASE,
 )
@@ -88,7 +97,9 @@ def run_rank(
 
 class _Rank:
     def __init__(self, environment: RankEnvironment, verbose: bool, requests: Requests) -> None:
-        self._environment, self._verbose, self._requests = environment, verbose, requests
+        self._environment = environment
+        self._verbose = verbose
+        self._requests = requests
         self._node = NodeWatch(environment, self._end_with_deepspeed)
         self._is_exiting = False
         self._terminated = threading.Event()
@@ -124,15 +135,19 @@ class _Rank:
         except BaseException as error:
             return self._fail(error)
 
-    # --- how main ended ---------------------------------------------------------------------------------------------
+    # --- how main ended ---------------------------------------------------------------------------
 
     def _clean_up(self) -> None:
-        """Destroy the process groups and call exit functions, which `os._exit` would skip. Bounded in time."""
+        """Destroy the process groups and call exit functions, which `os._exit` would skip.
+        Bounded in time.
+        """
         self._is_exiting = True
         self._exit_after(EXIT_SECONDS, 0)
         distributed = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_initialized():
-            with contextlib.suppress(RuntimeError, OSError, ValueError):  # another rank has exited before this one
+            with contextlib.suppress(
+                RuntimeError, OSError, ValueError
+            ):  # another rank has exited before this one
                 distributed.destroy_process_group()
         atexit._run_exitfuncs()
 
@@ -152,10 +167,11 @@ class _Rank:
         return BAD_INPUT
 
     def _prints_refusal(self) -> bool:
-        """Return whether this rank prints its refusal: with a store the first rank to refuse, else local rank 0.
+        """Return whether this rank prints its refusal: with a store the first rank to refuse, else
+        local rank 0.
 
-        Without a store all ranks make the same checks. The other ranks then wait for the SIGTERM that the launcher
-        sends after local rank 0's end.
+        Without a store all ranks make the same checks. The other ranks then wait for the SIGTERM
+        that the launcher sends after local rank 0's end.
         """
         is_first = self._environment.store.refuse(self._environment.name)
         if is_first is not None:
@@ -179,28 +195,41 @@ class _Rank:
 
     def _describe(self, error: BaseException) -> str:
         frames = error.__traceback__
-        frames = frames.tb_next if frames is not None and frames.tb_next is not None else frames  # skip `_run_main`
+        frames = (
+            frames.tb_next if frames is not None and frames.tb_next is not None else frames
+        )  # skip `_run_main`
         lines = "".join(traceback.format_exception(type(error), error, frames)).rstrip().split("\n")
         report = "".join(f"rank {self._environment.rank}: {line}\n" for line in lines)
-        return f"{report}{self._environment.name}: {type(error).__name__}: {one_line(str(error), MESSAGE_LIMIT)}"
+        return (
+            f"{report}{self._environment.name}: {type(error).__name__}: "
+            f"{one_line(str(error), MESSAGE_LIMIT)}"
+        )
 
-    # --- other ranks of this machine --------------------------------------------------------------------------------
+    # --- other ranks of this machine --------------------------------------------------------------
 
     def _peer_has_ended(self) -> bool:
-        """Wait up to PEER_SECONDS for another rank of this machine to end; report it if it was killed."""
+        """Wait up to PEER_SECONDS for another rank of this machine to end; report it if it was
+        killed.
+        """
         deadline = time.monotonic() + PEER_SECONDS
-        while not self._node.exit_statuses() and not self._terminated.is_set() and time.monotonic() < deadline:
+        while (
+            not self._node.exit_statuses()
+            and not self._terminated.is_set()
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         self._node.report_killed(include_unknown=True)
         return bool(self._node.exit_statuses()) or self._terminated.wait(0.2)
 
     def _end_with_deepspeed(self) -> None:
-        """End this rank. Local rank 0 does so first and prints the reason; launch.py then terminates the others."""
+        """End this rank. Local rank 0 does so first and prints the reason; launch.py then
+        terminates the others.
+        """
         if not self._environment.is_local_rank_zero:
             time.sleep(LAUNCHER_SECONDS)
         self.end(f"error: the deepspeed command that started {self._environment.name} has ended")
 
-    # --- signals ----------------------------------------------------------------------------------------------------
+    # --- signals ----------------------------------------------------------------------------------
 
     def _act_on_signals(self, numbers: set[int]) -> None:
         if signal.SIGTERM in numbers:
@@ -228,10 +257,12 @@ class _Rank:
             write_stderr(f"{self._environment.name}: ended by SIGTERM")
         self._exit(TERMINATED)
 
-    # --- exit -------------------------------------------------------------------------------------------------------
+    # --- exit -------------------------------------------------------------------------------------
 
     def end(self, text: str) -> None:
-        """End this rank from a thread, unless it is exiting. `text` is the reason, "" if another rank prints it."""
+        """End this rank from a thread, unless it is exiting. `text` is the reason, "" if another
+        rank prints it.
+        """
         if not self._is_exiting:
             self._is_exiting = True
             self._exit_after(LAUNCHER_SECONDS, FAILED)
@@ -244,16 +275,22 @@ class _Rank:
         timer.start()
 
     def _exit(self, status: int) -> NoReturn:
-        with contextlib.suppress(OSError, ValueError):  # the pipe is broken, or the stream is closed
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # the pipe is broken, or the stream is closed
             sys.stdout.flush()
         os._exit(status)
 
 
 def _may_be_lost_peer(error: BaseException | None) -> bool:
-    """Return whether `error` may come from another rank's end. A false positive delays the report by PEER_SECONDS."""
+    """Return whether `error` may come from another rank's end. A false positive delays the
+    report by PEER_SECONDS.
+    """
     if error is None:
         return False
-    bases = {base.__name__ for base in type(error).__mro__}  # by name, because torch may not be loaded
+    bases = {
+        base.__name__ for base in type(error).__mro__
+    }  # by name, because torch may not be loaded
     by_type = "DistError" in bases or isinstance(error, (ConnectionError, TimeoutError))
     by_text = isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
     return by_type or by_text or _may_be_lost_peer(error.__cause__ or error.__context__)

@@ -1,4 +1,6 @@
-"""Watch the processes of this machine: end with the launcher, and report other ranks that were killed."""
+"""Watch the processes of this machine: end with the launcher, and report other ranks that were
+killed.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,17 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def die_with(parent: psutil.Process) -> None:
-    """Let the kernel kill this process when its parent ends, even if C code holds the interpreter's lock."""
+    """Let the kernel kill this process when its parent ends, even if C code holds the
+    interpreter's lock.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent.pid:  # it has ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class NodeWatch:
-    """Watch the other ranks of this machine (the launcher's children) and the `deepspeed` command (its parent).
+    """Watch the other ranks of this machine (the launcher's children) and the `deepspeed` command
+    (its parent).
 
     A rank that is killed prints nothing, so the lowest surviving rank of the machine reports it.
 
@@ -37,8 +42,11 @@ class NodeWatch:
         on_deepspeed_end: called in a thread when the `deepspeed` command has ended.
     """
 
-    def __init__(self, environment: RankEnvironment, on_deepspeed_end: Callable[[], object]) -> None:
-        self._environment, self._on_deepspeed_end = environment, on_deepspeed_end
+    def __init__(
+        self, environment: RankEnvironment, on_deepspeed_end: Callable[[], object]
+    ) -> None:
+        self._environment = environment
+        self._on_deepspeed_end = on_deepspeed_end
         self._deepspeed = environment.deepspeed_command()
         self._ranks: dict[int, psutil.Process] = {}
         self._error_files: dict[int, Path] = {}
@@ -50,10 +58,11 @@ class NodeWatch:
         threading.Thread(target=self._watch, name="node watch", daemon=True).start()
 
     def exit_statuses(self) -> dict[int, int | None]:
-        """Return the exit status of each rank that has ended: -N if signal N killed it, None if unknown.
+        """Return the exit status of each rank that has ended: -N if signal N killed it, None if
+        unknown.
 
-        Launchers reap a zombie, and with it the exit status, within a second. If that was too fast, torchrun's error
-        file of the rank shows that it failed by itself.
+        Launchers reap a zombie, and with it the exit status, within a second. If that was too fast,
+        torchrun's error file of the rank shows that it failed by itself.
         """
         for rank, process in list(self._ranks.items()):
             if rank not in self._ended and not is_alive(process):
@@ -70,12 +79,14 @@ class NodeWatch:
         """Print the ranks that were killed, once each, if this is the lowest surviving rank.
 
         Args:
-            include_unknown: also print the first rank that ended if its status is unknown, unless the `deepspeed`
-                command has ended.
+            include_unknown: also print the first rank that ended if its status is unknown, unless
+                the `deepspeed` command has ended.
         """
         with self._reporting:  # no other thread may exit the process before the line is written
             ended = self.exit_statuses()
-            is_lowest = all(rank in ended or rank > self._environment.rank for rank in list(self._ranks))
+            is_lowest = all(
+                rank in ended or rank > self._environment.rank for rank in list(self._ranks)
+            )
             for rank, status in ended.items():
                 is_first = rank == next(iter(ended))
                 prints_unknown = include_unknown and is_first and not self._deepspeed_has_ended()
@@ -89,7 +100,9 @@ class NodeWatch:
         exits = select.poll()
         while True:
             for process in self._find_ranks():
-                with contextlib.suppress(OSError):  # it has ended, or Linux is older than 5.3: then poll() times out
+                with contextlib.suppress(
+                    OSError
+                ):  # it has ended, or Linux is older than 5.3: then poll() times out
                     exits.register(os.pidfd_open(process.pid), select.POLLIN)
             exits.poll(1000 * POLL_SECONDS)
             self.report_killed()
@@ -103,14 +116,19 @@ class NodeWatch:
 
     def _find_ranks(self) -> list[psutil.Process]:
         """Return those ranks of this machine that have started since the last call."""
-        parent, new = self._environment.parent, list[psutil.Process]()
+        parent = self._environment.parent
+        new = list[psutil.Process]()
         if parent is None or self._knows_all_ranks():
             return new
         with contextlib.suppress(psutil.Error):  # the launcher has ended
             for process in parent.children():
-                with contextlib.suppress(psutil.Error, StopIteration):  # the child has ended, or is not a rank
+                with contextlib.suppress(
+                    psutil.Error, StopIteration
+                ):  # the child has ended, or is not a rank
                     variables = process.environ()
-                    rank = next(int(variables[name]) for name in RANK if variables.get(name, "").isdecimal())
+                    rank = next(
+                        int(variables[name]) for name in RANK if variables.get(name, "").isdecimal()
+                    )
                     if rank != self._environment.rank and rank not in self._ranks:
                         new.append(process)
                         self._error_files[rank] = Path(variables.get("TORCHELASTIC_ERROR_FILE", ""))
@@ -127,18 +145,30 @@ def _exit_status(process: psutil.Process) -> int | None:
         stat = Path(f"/proc/{process.pid}/stat").read_text()
     except OSError:  # reaped, or there is no /proc
         return None
-    fields = stat[stat.rindex(")") + 2 :].split()  # from `state` on (proc_pid_stat(5)); the name may contain blanks
-    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == "Z" and process.is_running() else None
+    fields = stat[
+        stat.rindex(")") + 2 :
+    ].split()  # from `state` on (proc_pid_stat(5)); the name may contain blanks
+    return (
+        os.waitstatus_to_exitcode(int(fields[49]))
+        if fields[0] == "Z" and process.is_running()
+        else None
+    )
 
 
 def describe_killed(rank: int, status: int | None) -> str:
-    """Return a message about an ended rank of this machine: `rank 1 (node2) was killed by SIGKILL; out of memory?`.
+    """Return a message about an ended rank of this machine: `rank 1 (node2) was killed by SIGKILL;
+    out of memory?`.
 
-    It is "" for a rank that exited by itself, or that the launcher's SIGTERM or SIGINT ended before it handled signals.
+    It is "" for a rank that exited by itself, or that the launcher's SIGTERM or SIGINT ended before
+    it handled signals.
     """
     if status is None:
-        return f"{rank_name(rank)} has ended; if it printed no error, it was killed (out of memory?)"
+        return (
+            f"{rank_name(rank)} has ended; if it printed no error, it was killed (out of memory?)"
+        )
     if status >= 0 or -status in (signal.SIGINT, signal.SIGTERM):
         return ""
     name = signal.Signals(-status).name
-    return f"{rank_name(rank)} was killed by {name}{'; out of memory?' if name == 'SIGKILL' else ''}"
+    return (
+        f"{rank_name(rank)} was killed by {name}{'; out of memory?' if name == 'SIGKILL' else ''}"
+    )

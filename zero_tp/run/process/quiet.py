@@ -26,8 +26,9 @@ ENVIRONMENT = {
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
 
-# Loggers that write below ERROR in a plain run: DeepSpeed's scheduler warns before the first step, its optimizers
-# report their settings; torch's warn of fallbacks while it builds groups and extensions.
+# Loggers that write below ERROR in a plain run: DeepSpeed's scheduler warns before the first step,
+# its optimizers report their settings; torch's warn of fallbacks while it builds groups and
+# extensions.
 LOGGERS = (
     "DeepSpeed",
     "torch.distributed",
@@ -45,7 +46,8 @@ LIBRARIES = r"(torch|deepspeed|transformers|accelerate|datasets|huggingface_hub)
 
 
 def quiet_libraries(verbose: bool) -> None:
-    """Silence DeepSpeed, torch and transformers below level ERROR in this process, unless `verbose`.
+    """Silence DeepSpeed, torch and transformers below level ERROR in this process, unless
+    `verbose`.
 
     Call it before they are imported, because they read some settings at import.
     """
@@ -56,7 +58,8 @@ def quiet_libraries(verbose: bool) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for name in LOGGERS:
-        # A filter, because the libraries set their loggers' levels themselves when they are imported.
+        # A filter, because the libraries set their loggers' levels themselves when they are
+        # imported.
         logging.getLogger(name).addFilter(_is_error)
     for category in (FutureWarning, DeprecationWarning, UserWarning):
         warnings.filterwarnings("ignore", category=category, module=LIBRARIES)
@@ -64,8 +67,12 @@ def quiet_libraries(verbose: bool) -> None:
 
 
 def ignore_deprecated_collectives() -> None:
-    """Silence torch 2.13's warning at every call of all_gather_into_tensor and reduce_scatter_tensor by DeepSpeed."""
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    """Silence torch 2.13's warning at every call of all_gather_into_tensor and
+    reduce_scatter_tensor by DeepSpeed.
+    """
+    warnings.filterwarnings(
+        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+    )
 
 
 def _is_error(record: logging.LogRecord) -> bool:
@@ -74,20 +81,25 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def suppress_output(verbose: bool = False, *, stderr: bool = False) -> Iterator[None]:
-    """Hide what libraries `print` inside the block, unless `verbose`. If the block fails, write it to stderr.
+    """Hide what libraries `print` inside the block, unless `verbose`. If the block fails, write it
+    to stderr.
 
-    `deepspeed.init_distributed` and `deepspeed.initialize` print instead of logging. After a `UserError`, whose message
-    is complete, the output stays hidden.
+    `deepspeed.init_distributed` and `deepspeed.initialize` print instead of logging. After a
+    `UserError`, whose message is complete, the output stays hidden.
 
     Args:
-        stderr: hide stderr too. Objects that already hold the stream, such as our progress bar, still write to it.
+        stderr: hide stderr too. Objects that already hold the stream, such as our progress bar,
+            still write to it.
     """
     if verbose:
         yield
         return
     text = io.StringIO()
     try:
-        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text if stderr else sys.stderr):
+        with (
+            contextlib.redirect_stdout(text),
+            contextlib.redirect_stderr(text if stderr else sys.stderr),
+        ):
             yield
     except UserError:
         raise

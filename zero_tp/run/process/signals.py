@@ -1,8 +1,9 @@
-"""Handle signals: SIGTERM and Ctrl-C end a process; in training SIGTERM saves and stops, SIGUSR1 saves.
+"""Handle signals: SIGTERM and Ctrl-C end a process; in training SIGTERM saves and stops, SIGUSR1
+saves.
 
-A signal may reach one rank only, or all ranks one after another; it sets flags of that rank. At the next step boundary
-all ranks reduce their flags and act together. On an accelerator they act one step later, so that neither the host nor
-the device waits for the reduction.
+A signal may reach one rank only, or all ranks one after another; it sets flags of that rank. At the
+next step boundary all ranks reduce their flags and act together. On an accelerator they act one
+step later, so that neither the host nor the device waits for the reduction.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ class Requests:
             self._exchanges.clear()
 
     def all_reduce(self, device: torch.device) -> tuple[bool, bool]:
-        """Return (stop, save): whether any rank has the flag. All-reduce of two numbers over all ranks.
+        """Return (stop, save): whether any rank has the flag. All-reduce of two numbers over all
+        ranks.
 
-        A save is returned once. If `late`, each call returns the previous call's result, and the first returns
-        (False, False).
+        A save is returned once. If `late`, each call returns the previous call's result, and the
+        first returns (False, False).
         """
         late = device.type != "cpu" if self.late is None else self.late
         save = self.save
@@ -71,22 +73,28 @@ def _all_reduce_flags(flags: list[bool], device: torch.device) -> HostCopy:
 
     from zero_tp.parallel.host_copy import HostCopy
 
-    reduced = torch.tensor(flags, dtype=torch.int32, pin_memory=device.type != "cpu").to(device, non_blocking=True)
+    reduced = torch.tensor(flags, dtype=torch.int32, pin_memory=device.type != "cpu").to(
+        device, non_blocking=True
+    )
     dist.all_reduce(reduced, dist.ReduceOp.MAX)
     return HostCopy(reduced)
 
 
 def listen(act: Callable[[set[int]], None]) -> None:
-    """Call `act` in a thread for SIGINT, SIGTERM and SIGUSR1. Forked children get the default actions.
+    """Call `act` in a thread for SIGINT, SIGTERM and SIGUSR1. Forked children get the default
+    actions.
 
-    Python runs no signal handlers while the main thread waits in a collective. A thread that blocks the signals and
-    calls `sigwait` would work too, but compilers and data workers would inherit the mask.
+    Python runs no signal handlers while the main thread waits in a collective. A thread that blocks
+    the signals and calls `sigwait` would work too, but compilers and data workers would inherit the
+    mask.
 
     Args:
         act: called with the numbers of the signals that have arrived.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's background jobs ignore SIGINT
+        if (
+            signal.getsignal(number) is not signal.SIG_IGN
+        ):  # a shell's background jobs ignore SIGINT
             signal.signal(number, lambda *_: None)
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)

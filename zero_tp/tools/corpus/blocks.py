@@ -44,8 +44,12 @@ class BlockProcessor:
     encoder: DocumentEncoder | None = None
     sets: EvaluationSets | None = None
 
-    def __call__(self, source: int, block: RecordBlock, sha256: str | None = None) -> ProcessedBlock:
-        counts, documents, places = RecordCounts(), list[Document](), list[int]()
+    def __call__(
+        self, source: int, block: RecordBlock, sha256: str | None = None
+    ) -> ProcessedBlock:
+        counts = RecordCounts()
+        documents = list[Document]()
+        places = list[int]()
         settings = self.settings
         for place, document in block.documents():
             counts.read += 1
@@ -62,13 +66,17 @@ class BlockProcessor:
         columns = {}
         if self.encoder is not None:
             encodings = self.encoder.encode([document.text for document in documents])
-            is_long = [len(ids) - self.encoder.eos_count >= settings.min_tokens for ids, _ in encodings]
+            is_long = [
+                len(ids) - self.encoder.eos_count >= settings.min_tokens for ids, _ in encodings
+            ]
             if short := is_long.count(False):
                 counts.dropped["short"] += short
-            documents, places = list(compress(documents, is_long)), list(compress(places, is_long))
+            documents = list(compress(documents, is_long))
+            places = list(compress(places, is_long))
             columns = self.encoder.columns(list(compress(encodings, is_long)))
         texts = [document.text.encode("utf-8") for document in documents]
-        facts, key = np.zeros(len(documents), DOCUMENT_FACTS), settings.seed.to_bytes(8, "little")
+        facts = np.zeros(len(documents), DOCUMENT_FACTS)
+        key = settings.seed.to_bytes(8, "little")
         facts["split_hash"] = _hashes(texts, "<u8", key)
         facts["place"] = places
         facts["characters"] = [len(document.text) for document in documents]
@@ -88,13 +96,17 @@ class BlockProcessor:
 def _hashes(texts: Sequence[bytes], dtype: str, key: bytes = b"") -> npt.NDArray[Any]:
     """Return a BLAKE2b hash of each text, as wide as `dtype`."""
     size = np.dtype(dtype).itemsize
-    return np.frombuffer(b"".join(hashlib.blake2b(text, digest_size=size, key=key).digest() for text in texts), dtype)
+    return np.frombuffer(
+        b"".join(hashlib.blake2b(text, digest_size=size, key=key).digest() for text in texts), dtype
+    )
 
 
 def encode_stored(
     encoder: DocumentEncoder, block: StoredBlock, lengths: npt.NDArray[np.int64], selected: Mask
 ) -> dict[str, bytes]:
-    """Return the token columns of a block with texts of `lengths` bytes; documents that aren't selected have none."""
+    """Return the token columns of a block with texts of `lengths` bytes; documents that aren't
+    selected have none.
+    """
     columns = encoder.columns(encoder.encode(block.texts(lengths, selected)))
     sizes = np.zeros(len(selected), np.int64)
     sizes[selected] = np.frombuffer(columns["sizes"], np.int64)
@@ -102,10 +114,14 @@ def encode_stored(
 
 
 _worker_function: Callable[..., Any]
-"""The function that this worker process runs; a global, because a pool's initializer cannot return it."""
+"""The function that this worker process runs; a global, because a pool's initializer cannot
+return it.
+"""
 
 
-def map_in_order(work: Callable[..., Result], items: Iterable[tuple[Any, ...]], processes: int) -> Iterator[Result]:
+def map_in_order(
+    work: Callable[..., Result], items: Iterable[tuple[Any, ...]], processes: int
+) -> Iterator[Result]:
     """Yield `work(*item)` for each item, in order; with one process, call `work` in this one.
 
     Args:
@@ -116,8 +132,11 @@ def map_in_order(work: Callable[..., Result], items: Iterable[tuple[Any, ...]], 
         return
     # A fork of a process with threads may hang, and tokenizers, torch and pyarrow start threads.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker, initargs=(work,)) as pool:
-        items, pending = iter(items), deque[Future[Result]]()
+    with ProcessPoolExecutor(
+        processes, mp_context=context, initializer=_start_worker, initargs=(work,)
+    ) as pool:
+        items = iter(items)
+        pending = deque[Future[Result]]()
         try:
             while True:
                 ahead = islice(items, _ITEMS_AHEAD * processes - len(pending))
@@ -127,7 +146,8 @@ def map_in_order(work: Callable[..., Result], items: Iterable[tuple[Any, ...]], 
                 yield pending.popleft().result()
         except BrokenProcessPool as error:
             raise UserError(
-                "a process that prepares documents was killed (out of memory?): run it again with fewer --processes; "
+                "a process that prepares documents was killed (out of memory?): run it again with "
+                "fewer --processes; "
                 'a script that calls prepare must do so under if __name__ == "__main__":'
             ) from error
         finally:

@@ -1,14 +1,18 @@
 """`prepare` makes a corpus from documents. Its stages, in the order of this module:
 
-1. `Preparation.read`: the inputs are read once, block by block, in as many processes as there are cores. Each process
-   checks, repairs and hashes documents, and tokenizes them if the tokenizer exists. The results go to a `Spool`.
-2. `Preparation.select`: duplicates and contaminated documents are removed, and the validation set is selected.
-3. `Preparation.encode`: unless the tokenizer exists, it is trained, and then the documents are tokenized.
-4. `write_output`: both corpora, the validation texts and the report; then the output replaces an older one.
+1. `Preparation.read`: the inputs are read once, block by block, in as many processes as there are
+cores. Each process
+   checks, repairs and hashes documents, and tokenizes them if the tokenizer exists. The results go
+   to a `Spool`.
+2. `Preparation.select`: duplicates and contaminated documents are removed, and the validation set
+is selected. 3. `Preparation.encode`: unless the tokenizer exists, it is trained, and then the
+documents are tokenized. 4. `write_output`: both corpora, the validation texts and the report; then
+the output replaces an older one.
 
-An interrupted preparation resumes from a hidden directory next to the output, which holds spools and the trained
-tokenizer: a kill loses only blocks that were not committed. Memory holds 53 bytes a document, a few blocks of 1 MiB a
-process (or one document if that is longer), and nothing of the corpus itself.
+An interrupted preparation resumes from a hidden directory next to the output, which holds spools
+and the trained tokenizer: a kill loses only blocks that were not committed. Memory holds 53 bytes a
+document, a few blocks of 1 MiB a process (or one document if that is longer), and nothing of the
+corpus itself.
 """
 
 from __future__ import annotations
@@ -27,7 +31,14 @@ from typing import Any
 from tqdm import tqdm
 
 from zero_tp.base.errors import UserError
-from zero_tp.base.files import clear_partial, hidden_sibling, partial_directory, put_in_place, remove, sync
+from zero_tp.base.files import (
+    clear_partial,
+    hidden_sibling,
+    partial_directory,
+    put_in_place,
+    remove,
+    sync,
+)
 from zero_tp.data.documents import find_sources, read_blocks
 from zero_tp.data.records import RecordBlock, RecordCounts, Source
 from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer, save_tokenizer
@@ -46,7 +57,8 @@ from zero_tp.tools.corpus.similarity import EvaluationSets
 from zero_tp.tools.corpus.spool import COMMITTED, ProcessedBlock, Spool, StoredBlock
 from zero_tp.tools.corpus.tokenizer_training import TokenizerSpec
 
-TOKENIZER, REMOVED = "tokenizer", "removed.jsonl"
+TOKENIZER = "tokenizer"
+REMOVED = "removed.jsonl"
 _SMALL = 4 << 20  # bytes; smaller inputs are read faster than other processes start
 
 
@@ -60,13 +72,14 @@ def prepare(
     processes: int | None = None,
     progress: bool = True,
 ) -> Prepared:
-    """Write `output/{train,validation}.{bin,idx,content.json}`, `output/tokenizer/`, `output/validation.jsonl` and
-    `output/report.json`.
+    """Write `output/{train,validation}.{bin,idx,content.json}`, `output/tokenizer/`,
+    `output/validation.jsonl` and `output/report.json`.
 
     Args:
         inputs: files, directories, globs, `-` or `hf:NAME`; see `documents.find_sources`.
         output: directory to write. An output of the same inputs and settings is reused.
-        overwrite: replace an output or an interrupted preparation of other inputs or settings, or of the hub.
+        overwrite: replace an output or an interrupted preparation of other inputs or settings, or
+            of the hub.
         strict: stop at the first record that is no document, instead of counting it.
         processes: number of processes that read and tokenise; None: one per core.
         progress: show progress bars when stderr is a terminal.
@@ -74,20 +87,26 @@ def prepare(
     Raises:
         UserError: bad input or settings, or an output or interrupted preparation of other ones.
     """
-    output, spec = Path(output), TokenizerSpec.parse(settings.tokenizer)
+    output = Path(output)
+    spec = TokenizerSpec.parse(settings.tokenizer)
     check_settings(settings)
     sources = find_sources(inputs, settings.text_key, settings.documents, settings.stdin)
     if processes is not None and processes < 1:
         raise UserError(f"processes {processes}: at least 1")
-    real_output = Path(os.path.realpath(output))  # of a symbolic link, the directory is replaced and not the link
+    real_output = Path(
+        os.path.realpath(output)
+    )  # of a symbolic link, the directory is replaced and not the link
     spool_directory = hidden_sibling(real_output, "progress")
     # Standard input and the hub may give other documents the next time.
     can_resume = all(source.path is not None for source in sources)
     compute_identity = partial(output_identity, sources, spec, settings)
     with name_output_in_errors(output, spool_directory):
         identity = spool_identity(sources, spec, settings)
-        # --overwrite reads standard input and the hub again: no output has the empty identity that `dict` returns.
-        reusable: Callable[[], dict[str, Any]] = compute_identity if can_resume or not overwrite else dict
+        # --overwrite reads standard input and the hub again: no output has the empty identity that
+        # `dict` returns.
+        reusable: Callable[[], dict[str, Any]] = (
+            compute_identity if can_resume or not overwrite else dict
+        )
         if (reused := find_reusable(output, reusable, overwrite)) is not None:
             clear_partial(real_output, (TOKENIZER,))
             _clear_finished(spool_directory, identity, real_output)
@@ -106,30 +125,51 @@ def prepare(
             encoder, encoded_blocks = preparation.encode(documents, staging / TOKENIZER)
             for number, source in enumerate(sources):
                 source.sha256 = spool.sha256[number]
-            report = write_output(staging, documents, encoded_blocks, encoder, compute_identity(), preparation.seconds)
+            report = write_output(
+                staging, documents, encoded_blocks, encoder, compute_identity(), preparation.seconds
+            )
             put_in_place(staging, real_output, is_stale=lambda name: name == REMOVED)
-            (spool_directory / COMMITTED).unlink(missing_ok=True)  # the spool is not needed any more
+            (spool_directory / COMMITTED).unlink(
+                missing_ok=True
+            )  # the spool is not needed any more
     return Prepared(output, report, reused=False, resumed=resumed)
 
 
 @contextlib.contextmanager
 def name_output_in_errors(output: Path, spool_directory: Path | None = None) -> Iterator[None]:
-    """Turn an OSError into a UserError that names the output, and says if the spool allows resuming."""
+    """Turn an OSError into a UserError that names the output, and says if the spool allows
+    resuming.
+    """
     try:
         yield
     except OSError as error:
-        can_resume = error.errno == errno.ENOSPC and spool_directory is not None and spool_directory.exists()
-        remedy = "; the progress is kept: free some space and rerun the same command to resume" if can_resume else ""
+        can_resume = (
+            error.errno == errno.ENOSPC and spool_directory is not None and spool_directory.exists()
+        )
+        remedy = (
+            "; the progress is kept: free some space and rerun the same command to resume"
+            if can_resume
+            else ""
+        )
         raise UserError(f"{output}: can't be written: {error.strerror or error}{remedy}") from error
 
 
 @contextlib.contextmanager
-def _open_spool(directory: Path, identity: dict[str, Any], overwrite: bool, can_resume: bool) -> Iterator[Spool]:
-    """Open the spool in `directory`, with the blocks of an interrupted preparation; see `prepare`."""
+def _open_spool(
+    directory: Path, identity: dict[str, Any], overwrite: bool, can_resume: bool
+) -> Iterator[Spool]:
+    """Open the spool in `directory`, with the blocks of an interrupted preparation; see
+    `prepare`.
+    """
     spool = Spool(directory)
-    if spool.identity and not overwrite and (different := differing_settings(spool.identity, identity)):
+    if (
+        spool.identity
+        and not overwrite
+        and (different := differing_settings(spool.identity, identity))
+    ):
         raise UserError(
-            f"{directory} keeps {spool.counts.read:,} documents of an interrupted preparation with other settings "
+            f"{directory} keeps {spool.counts.read:,} documents of an interrupted preparation with "
+            "other settings "
             f"({different}): give the same settings to resume, or start over: --overwrite"
         )
     if spool.identity != identity or not can_resume:
@@ -144,7 +184,9 @@ def _open_spool(directory: Path, identity: dict[str, Any], overwrite: bool, can_
 
 
 def _clear_finished(directory: Path, identity: dict[str, Any], output: Path) -> None:
-    """Remove the spool of a process that was killed after it wrote the output, unless another process uses it."""
+    """Remove the spool of a process that was killed after it wrote the output, unless another
+    process uses it.
+    """
     if directory.exists():
         with contextlib.suppress(UserError), partial_directory(output, (TOKENIZER,)):
             committed = Spool(directory).identity
@@ -153,7 +195,8 @@ def _clear_finished(directory: Path, identity: dict[str, Any], output: Path) -> 
 
 
 class Preparation:
-    """The stages of `prepare` before the output is written; each resumes where an interrupted preparation stopped.
+    """The stages of `prepare` before the output is written; each resumes where an interrupted
+    preparation stopped.
 
     Attributes:
         seconds: stage → its duration.
@@ -169,20 +212,32 @@ class Preparation:
         processes: int | None,
         progress: bool,
     ) -> None:
-        self.sources, self.spec, self.settings, self.spool, self.strict = sources, spec, settings, spool, strict
+        self.sources = sources
+        self.spec = spec
+        self.settings = settings
+        self.spool = spool
+        self.strict = strict
         # disable=None: a bar on a terminal only.
-        self.bar: Callable[..., tqdm] = partial(tqdm, leave=False, disable=None if progress else True)
+        self.bar: Callable[..., tqdm] = partial(
+            tqdm, leave=False, disable=None if progress else True
+        )
         self.total_bytes = sum(source.size_and_time[0] for source in sources)
         small = all(source.path is not None for source in sources) and self.total_bytes < _SMALL
         self.processes = processes or (1 if small else len(os.sched_getaffinity(0)))
-        self.tokenizer = load_tokenizer(spec.directory, settings.eos) if spec.directory is not None else None
-        encoder = None if self.tokenizer is None else DocumentEncoder(self.tokenizer, settings.sentences)
+        self.tokenizer = (
+            load_tokenizer(spec.directory, settings.eos) if spec.directory is not None else None
+        )
+        encoder = (
+            None if self.tokenizer is None else DocumentEncoder(self.tokenizer, settings.sentences)
+        )
         sets = EvaluationSets.read(settings.decontaminate) if settings.decontaminate else None
         self.processor = BlockProcessor(settings, encoder, sets)
         self.seconds: dict[str, float] = {}
 
     def save_existing_tokenizer(self, destination: Path) -> None:
-        """Save the tokenizer unless it is to be trained, before any document is read: it may be refused."""
+        """Save the tokenizer unless it is to be trained, before any document is read: it may be
+        refused.
+        """
         started = time.perf_counter()
         if self.tokenizer is not None and self.spec.directory is not None:
             save_tokenizer(self.tokenizer, destination, self.spec.directory)
@@ -190,8 +245,11 @@ class Preparation:
 
     def read(self) -> None:
         """Read all sources into the spool."""
-        started, spool = time.perf_counter(), self.spool
-        with self.bar(desc="reading", total=self.total_bytes or None, unit="B", unit_scale=True) as bar:
+        started = time.perf_counter()
+        spool = self.spool
+        with self.bar(
+            desc="reading", total=self.total_bytes or None, unit="B", unit_scale=True
+        ) as bar:
             self._check_strict()
             for block in map_in_order(self.processor, self._missing_blocks(bar), self.processes):
                 spool.append(block)
@@ -200,7 +258,9 @@ class Preparation:
         self.seconds["reading"] = time.perf_counter() - started
 
     def _missing_blocks(self, bar: tqdm) -> Iterator[tuple[int, RecordBlock, str | None]]:
-        """Yield the blocks that are not in the spool, and after a source's last one an empty block with its SHA-256."""
+        """Yield the blocks that are not in the spool, and after a source's last one an empty
+        block with its SHA-256.
+        """
         bytes_before = 0
         for number, source in enumerate(self.sources):
             if number not in self.spool.sha256:
@@ -218,8 +278,12 @@ class Preparation:
             raise UserError(f"{problem.where}: {problem.detail}")
 
     def select(self, staging: Path) -> DocumentTable:
-        """Return the documents of the output, and write `removed.jsonl` if a step can remove some."""
-        documents = DocumentTable(self.spool.blocks, [source.name for source in self.sources], self.spool.counts)
+        """Return the documents of the output, and write `removed.jsonl` if a step can remove
+        some.
+        """
+        documents = DocumentTable(
+            self.spool.blocks, [source.name for source in self.sources], self.spool.counts
+        )
         if self.settings.deduplicate or self.settings.decontaminate:
             with open(staging / REMOVED, "w", encoding="utf-8") as file:
                 for document in documents.remove(self.settings.deduplicate):
@@ -227,8 +291,12 @@ class Preparation:
         documents.select_validation(self.settings.validation)
         return documents
 
-    def encode(self, documents: DocumentTable, destination: Path) -> tuple[DocumentEncoder, Sequence[StoredBlock]]:
-        """Return the encoder, and the blocks with the documents' tokens; save the tokenizer if it is trained."""
+    def encode(
+        self, documents: DocumentTable, destination: Path
+    ) -> tuple[DocumentEncoder, Sequence[StoredBlock]]:
+        """Return the encoder, and the blocks with the documents' tokens; save the tokenizer if
+        it is trained.
+        """
         started = time.perf_counter()
         if self.processor.encoder is not None:
             return self.processor.encoder, self.spool.blocks
@@ -247,13 +315,18 @@ class Preparation:
         return encoder, encoded.blocks
 
     def _train(self, documents: DocumentTable) -> Path:
-        """Train the tokenizer on the training documents, unless the spool's directory has it; return its directory."""
+        """Train the tokenizer on the training documents, unless the spool's directory has it;
+        return its directory.
+        """
         self.spool.commit()
-        trained, unfinished = self.spool.directory / TOKENIZER, self.spool.directory / "tokenizer.new"
+        trained = self.spool.directory / TOKENIZER
+        unfinished = self.spool.directory / "tokenizer.new"
         if not trained.exists():
             remove(unfinished)
             sample = documents.tokenizer_sample(self.settings.tokenizer_documents)
-            bar = partial(self.bar, desc="training the tokenizer", total=int(sample.sum()), unit=" documents")
+            bar = partial(
+                self.bar, desc="training the tokenizer", total=int(sample.sum()), unit=" documents"
+            )
             tokenizer = self.spec.train(lambda: iter(bar(documents.texts(sample))))
             tokenizer.save_pretrained(str(unfinished))
             sync(unfinished)

@@ -1,7 +1,8 @@
 """Steps of datatrove pipelines (extra `datatrove`) that make a corpus on many machines.
 
-`CorpusReader` reads inputs as `prepare` does, and `TokenizedCorpus` tokenizes the documents of any pipeline, each task
-into a part (parts.py) that `zero-tp prepare --merge` joins. launch/prepare_cluster.py is a whole pipeline.
+`CorpusReader` reads inputs as `prepare` does, and `TokenizedCorpus` tokenizes the documents of any
+pipeline, each task into a part (parts.py) that `zero-tp prepare --merge` joins.
+launch/prepare_cluster.py is a whole pipeline.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer, save_tokeniz
 from zero_tp.tools.corpus.blocks import BlockProcessor
 from zero_tp.tools.corpus.corpus import TOKENIZER
 from zero_tp.tools.corpus.parts import MANIFEST
-from zero_tp.tools.corpus.settings import PrepareSettings, check_settings, describe_files, library_versions
+from zero_tp.tools.corpus.settings import (
+    PrepareSettings,
+    check_settings,
+    describe_files,
+    library_versions,
+)
 from zero_tp.tools.corpus.spool import Spool
 from zero_tp.tools.corpus.tokenizer_training import TokenizerSpec
 
@@ -34,8 +40,12 @@ import_optional("datatrove", "zero_tp.tools.corpus.datatrove", "datatrove")
 from datatrove.data import Document  # noqa: E402
 from datatrove.pipeline.base import PipelineStep  # noqa: E402
 
-SOURCE, FILE, PLACE = "source_number", "file_path", "place"
-"""Metadata of a document: the number of its input, the input's name (datatrove's readers set it, too), its line."""
+SOURCE = "source_number"
+FILE = "file_path"
+PLACE = "place"
+"""Metadata of a document: the number of its input, the input's name (datatrove's readers set it,
+too), its line.
+"""
 _TEXT = "text"
 NumberedInput = tuple[int, str]
 
@@ -44,24 +54,32 @@ class CorpusReader(PipelineStep):
     """Read inputs as `zero-tp prepare` does; each task reads every n-th input.
 
     Args:
-        inputs, text_key, documents: see `find_sources`. Standard input can't be read by several tasks.
+        inputs, text_key, documents: see `find_sources`. Standard input can't be read by several
+            tasks.
 
     Attributes:
         inputs: the number and the name of each input.
         counts: counts of this task's records.
     """
 
-    type, name = "📖 - READER", "zero_tp"
+    type = "📖 - READER"
+    name = "zero_tp"
 
-    def __init__(self, inputs: Sequence[str | Path], text_key: str | None = None, documents: str = "file") -> None:
+    def __init__(
+        self, inputs: Sequence[str | Path], text_key: str | None = None, documents: str = "file"
+    ) -> None:
         super().__init__()
         self.sources = find_sources(inputs, text_key, documents)
         if any(source.path is None and source.kind != "hub" for source in self.sources):
-            raise UserError("standard input can't be read by several tasks: write it to a file first")
+            raise UserError(
+                "standard input can't be read by several tasks: write it to a file first"
+            )
         self.inputs = [(number, source.name) for number, source in enumerate(self.sources)]
         self.counts = RecordCounts()
 
-    def run(self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+    def run(
+        self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1
+    ) -> Iterator[Document]:
         """Yield the documents of an earlier reader, then those of this task, in order."""
         self.counts = RecordCounts()
         yield from data or ()
@@ -89,13 +107,15 @@ class TokenizedCorpus(PipelineStep):
         tokenizer: a directory, or a name on the hub.
         parts: directory for the parts of all tasks, which all machines can read and write.
         eos, sentences, seed, min_tokens: see `PrepareSettings`.
-        settings: other settings of the pipeline, such as its inputs and filters; parts that differ in them can't be
-            merged.
-        reader: this pipeline's reader: the report then counts the records that it drops, and as `filtered` the
-            documents that later steps drop. Documents that later steps add count as read.
+        settings: other settings of the pipeline, such as its inputs and filters; parts that differ
+            in them can't be merged.
+        reader: this pipeline's reader: the report then counts the records that it drops, and as
+            `filtered` the documents that later steps drop. Documents that later steps add count as
+            read.
     """
 
-    type, name = "🔢 - TOKENIZER", "zero_tp"
+    type = "🔢 - TOKENIZER"
+    name = "zero_tp"
 
     def __init__(
         self,
@@ -113,13 +133,22 @@ class TokenizedCorpus(PipelineStep):
         spec = TokenizerSpec.parse(str(tokenizer))
         if spec.directory is None:
             raise UserError(
-                f"tokenizer {tokenizer}: a cluster takes an existing tokenizer: prepare some of the documents with "
+                f"tokenizer {tokenizer}: a cluster takes an existing tokenizer: prepare some of "
+                "the documents with "
                 "zero-tp prepare first, then pass that output's tokenizer directory"
             )
-        options: dict[str, Any] = {"eos": eos, "sentences": sentences, "seed": seed, "min_tokens": min_tokens}
+        options: dict[str, Any] = {
+            "eos": eos,
+            "sentences": sentences,
+            "seed": seed,
+            "min_tokens": min_tokens,
+        }
         chosen = PrepareSettings(str(tokenizer), **options)
         check_settings(chosen)
-        self.tokenizer, self.parts, self.eos, self.reader = spec.directory.absolute(), Path(parts), eos, reader
+        self.tokenizer = spec.directory.absolute()
+        self.parts = Path(parts)
+        self.eos = eos
+        self.reader = reader
         existing = load_tokenizer(spec.directory, eos)
         with tempfile.TemporaryDirectory() as directory:  # before any task: it may be refused
             save_tokenizer(existing, Path(directory), spec.directory)
@@ -129,9 +158,14 @@ class TokenizedCorpus(PipelineStep):
         self.settings = identity | dict(settings or {})
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
-        """Write the part of task `rank`, which replaces one of a killed task or of an earlier run."""
+        """Write the part of task `rank`, which replaces one of a killed task or of an earlier
+        run.
+        """
         part = self.parts / f"{rank:05d}"
-        with partial_directory(part, (TOKENIZER,)) as directory, contextlib.closing(Spool(directory).open({})) as spool:
+        with (
+            partial_directory(part, (TOKENIZER,)) as directory,
+            contextlib.closing(Spool(directory).open({})) as spool,
+        ):
             inputs = self.reader.inputs[rank::world_size] if self.reader is not None else []
             sources = {source: number for number, source in enumerate(inputs)}
             for source, block in self._blocks(data, sources):
@@ -141,15 +175,23 @@ class TokenizedCorpus(PipelineStep):
             spool.commit()
             if rank == 0:
                 tokenizer = load_tokenizer(self.tokenizer, self.eos)
-                name, owner = f"the tokenizer {self.tokenizer}", "the one with which the pipeline started"
-                self.encoder.fingerprint.check(tokenizer, name, owner, "restore it, or start over with other parts")
+                name = f"the tokenizer {self.tokenizer}"
+                owner = "the one with which the pipeline started"
+                self.encoder.fingerprint.check(
+                    tokenizer, name, owner, "restore it, or start over with other parts"
+                )
                 save_tokenizer(tokenizer, directory / TOKENIZER, self.tokenizer)
             counts = spool.counts
             if self.reader is not None:
                 counts = copy.deepcopy(self.reader.counts)
                 filtered = counts.kept - spool.counts.read
-                # `filtered` is negative if later steps added more than they dropped: the surplus counts as read.
-                counts.add(max(0, -filtered), Counter(filtered=filtered) + spool.counts.dropped, spool.counts.problems)
+                # `filtered` is negative if later steps added more than they dropped: the surplus
+                # counts as read.
+                counts.add(
+                    max(0, -filtered),
+                    Counter(filtered=filtered) + spool.counts.dropped,
+                    spool.counts.problems,
+                )
             manifest = {
                 **{"part": rank, "tasks": world_size, "settings": self.settings},
                 "sources": [{"number": number, "name": name} for number, name in sources],
@@ -157,16 +199,28 @@ class TokenizedCorpus(PipelineStep):
                 "tokenizer": self.encoder.fingerprint.model_dump(),
                 "files": describe_files(directory),
             }
-            (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+            (directory / MANIFEST).write_text(
+                json.dumps(manifest, indent=1) + "\n", encoding="utf-8"
+            )
             put_in_place(directory, part, is_stale=lambda name: True)
 
-    def _blocks(self, data: Iterable[Document], sources: dict[NumberedInput, int]) -> Iterator[tuple[int, RecordBlock]]:
-        """Yield the number of a source and a block of its documents. New sources are added to `sources`."""
+    def _blocks(
+        self, data: Iterable[Document], sources: dict[NumberedInput, int]
+    ) -> Iterator[tuple[int, RecordBlock]]:
+        """Yield the number of a source and a block of its documents. New sources are added to
+        `sources`.
+        """
         numbers = itertools.count()
         for source, documents in itertools.groupby(data, _input_of):
-            records = (Record(document.metadata.get(PLACE, 0), {_TEXT: document.text}) for document in documents)
+            records = (
+                Record(document.metadata.get(PLACE, 0), {_TEXT: document.text})
+                for document in documents
+            )
             for block in group_records(records):
-                yield sources.setdefault(source, len(sources)), RecordBlock(source[1], next(numbers), _TEXT, block)
+                yield (
+                    sources.setdefault(source, len(sources)),
+                    RecordBlock(source[1], next(numbers), _TEXT, block),
+                )
 
 
 def _input_of(document: Document) -> NumberedInput:

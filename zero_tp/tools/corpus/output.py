@@ -27,21 +27,28 @@ from zero_tp.tools.corpus.spool import DOCUMENT_FACTS, Mask, StoredBlock, split_
 class DocumentTable:
     """The facts of all stored documents, in the order of the inputs.
 
-    Memory: 53 bytes a document. The search for near duplicates needs another 0.7 to 1.4 KB for each kept document
-    (measured with 40,000).
+    Memory: 53 bytes a document. The search for near duplicates needs another 0.7 to 1.4 KB for each
+    kept document (measured with 40,000).
 
     Attributes:
         facts: what is stored of each document (`DOCUMENT_FACTS`).
-        in_output, in_validation: which documents are in the output, and in its validation set, bool [documents].
+        in_output, in_validation: which documents are in the output, and in its validation set, bool
+            [documents].
         names: the sources' names.
         counts: counts of the records of all sources.
     """
 
-    def __init__(self, blocks: Sequence[StoredBlock], names: Sequence[str], counts: RecordCounts) -> None:
-        self.blocks, self.names, self.counts = blocks, names, copy.deepcopy(counts)
+    def __init__(
+        self, blocks: Sequence[StoredBlock], names: Sequence[str], counts: RecordCounts
+    ) -> None:
+        self.blocks = blocks
+        self.names = names
+        self.counts = copy.deepcopy(counts)
         parts = [np.frombuffer(block.read("documents"), DOCUMENT_FACTS) for block in blocks]
         self.facts = np.concatenate([np.zeros(0, DOCUMENT_FACTS), *parts])
-        self.block_starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
+        self.block_starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(
+            np.int64
+        )
         self.in_output = np.ones(len(self.facts), np.bool_)
         self.in_validation = np.zeros(len(self.facts), np.bool_)
 
@@ -50,7 +57,9 @@ class DocumentTable:
         return slice(int(self.block_starts[block]), int(self.block_starts[block + 1]))
 
     def block_to_encode(self, block: int) -> tuple[StoredBlock, npt.NDArray[np.int64], Mask]:
-        """Return a block, the lengths of its texts in bytes, and which of its documents are in the output."""
+        """Return a block, the lengths of its texts in bytes, and which of its documents are in
+        the output.
+        """
         rows = self.slice_of(block)
         return self.blocks[block], self.facts["bytes"][rows], self.in_output[rows]
 
@@ -61,20 +70,26 @@ class DocumentTable:
             yield from block.texts(self.facts["bytes"][rows], selected[rows])
 
     def remove(self, duplicates: str | None) -> Iterator[dict[str, Any]]:
-        """Drop exact copies, near ones if `duplicates` is "near", and documents that overlap with an evaluation set.
+        """Drop exact copies, near ones if `duplicates` is "near", and documents that overlap with
+        an evaluation set.
 
-        Yields a record for removed.jsonl of each: its location, the reason, and the document that it is a copy of.
+        Yields a record for removed.jsonl of each: its location, the reason, and the document that
+        it is a copy of.
         """
         if duplicates is not None:
             originals = exact_duplicates(self.facts["content_hash"].copy())
             for number in np.flatnonzero(originals != np.arange(len(originals))).tolist():
-                yield self._remove(number, "duplicate", copy_of=self._location(int(originals[number])))
+                yield self._remove(
+                    number, "duplicate", copy_of=self._location(int(originals[number]))
+                )
         if duplicates == "near":
             sketches = enumerate(chain.from_iterable(map(self._sketches, range(len(self.blocks)))))
             numbered = ((number, sketch) for number, sketch in sketches if self.in_output[number])
             for near in near_duplicates(numbered, self._sketch):
                 similar = {"similarity": near.similarity} if near.similarity else {}
-                yield self._remove(near.document, "near-duplicate", copy_of=self._location(near.earlier), **similar)
+                yield self._remove(
+                    near.document, "near-duplicate", copy_of=self._location(near.earlier), **similar
+                )
         for number in np.flatnonzero(self.in_output & self.facts["contaminated"]).tolist():
             yield self._remove(number, "contaminated")
 
@@ -88,10 +103,15 @@ class DocumentTable:
 
     def _location(self, document: int) -> str:
         """Return a document's file and line or row."""
-        return location(self.names[self.blocks[self._block_of(document)].source], int(self.facts["place"][document]))
+        return location(
+            self.names[self.blocks[self._block_of(document)].source],
+            int(self.facts["place"][document]),
+        )
 
     def _sketches(self, block: int) -> list[bytes]:
-        return split_bytes(self.blocks[block].read("sketches"), self.facts["sketch_bytes"][self.slice_of(block)])
+        return split_bytes(
+            self.blocks[block].read("sketches"), self.facts["sketch_bytes"][self.slice_of(block)]
+        )
 
     def _sketch(self, document: int) -> bytes:
         block = self._block_of(document)
@@ -100,27 +120,37 @@ class DocumentTable:
     def select_validation(self, validation: float) -> None:
         """Select the validation set: the documents of the output with the smallest hashes.
 
-        Equal documents have equal hashes, so they are in the same split. Adding a document to the inputs moves at most
-        a few others to the other split.
+        Equal documents have equal hashes, so they are in the same split. Adding a document to the
+        inputs moves at most a few others to the other split.
         """
-        total, hashes, dropped = int(self.in_output.sum()), self.facts["split_hash"], ""
+        total = int(self.in_output.sum())
+        hashes = self.facts["split_hash"]
+        dropped = ""
         count = int(validation) if validation >= 1 else max(1, round(validation * total))
         if self.counts.problems:
             problem = self.counts.problems[0]
-            dropped = f" ({self.counts.dropped.total():,} dropped, the first: {problem.where}: {problem.detail})"
+            dropped = (
+                f" ({self.counts.dropped.total():,} dropped, the first: {problem.where}: "
+                f"{problem.detail})"
+            )
         if not total:
             raise UserError(f"no text in {', '.join(self.names)}{dropped}")
         if total < 2:
             raise UserError(
-                "the inputs hold 1 document: the split is by document, so give at least 2 (a .txt file is one, unless "
+                "the inputs hold 1 document: the split is by document, so give at least 2 (a .txt "
+                "file is one, unless "
                 f"--documents says otherwise){dropped}"
             )
         if count >= total:
-            raise UserError(f"validation {validation:g} of {total:,} documents leaves none to train on")
+            raise UserError(
+                f"validation {validation:g} of {total:,} documents leaves none to train on"
+            )
         largest = np.partition(hashes[self.in_output], count - 1)[count - 1]
         self.in_validation = self.in_output & (hashes <= largest)
         if self.in_validation.sum() == total:
-            raise UserError("all documents outside the validation set are copies of documents in it; add others")
+            raise UserError(
+                "all documents outside the validation set are copies of documents in it; add others"
+            )
 
     def tokenizer_sample(self, limit: int | None) -> Mask:
         """Select at most `limit` training documents, bool [documents]; None: all.
@@ -151,11 +181,20 @@ class SplitWriter(IndexedWriter):
         self.frequencies = np.zeros(vocabulary_size, np.int64)
 
     def add_selected(
-        self, selected: Mask, facts: npt.NDArray[Any], ids: npt.NDArray[Any], sizes: npt.NDArray[np.int64], begins: Mask
+        self,
+        selected: Mask,
+        facts: npt.NDArray[Any],
+        ids: npt.NDArray[Any],
+        sizes: npt.NDArray[np.int64],
+        begins: Mask,
     ) -> None:
-        """Append the selected documents of a block, bool [documents]; `begins`: see `add_documents`, or empty."""
+        """Append the selected documents of a block, bool [documents]; `begins`: see
+        `add_documents`, or empty.
+        """
         is_selected = np.repeat(selected, sizes)
-        self.add_documents(ids[is_selected], sizes[selected], begins[is_selected] if len(begins) else None)
+        self.add_documents(
+            ids[is_selected], sizes[selected], begins[is_selected] if len(begins) else None
+        )
         self.frequencies += np.bincount(ids[is_selected], minlength=self.vocabulary_size)
         self.counts["documents"] += int(selected.sum())
         self.counts["tokens"] += int(is_selected.sum())
@@ -171,33 +210,44 @@ def write_output(
     identity: dict[str, Any],
     seconds: dict[str, float],
 ) -> dict[str, Any]:
-    """Write both corpora, the texts of the validation documents and the report next to `tokenizer/`; return the report.
+    """Write both corpora, the texts of the validation documents and the report next to
+    `tokenizer/`; return the report.
 
     Args:
         encoded_blocks: the blocks with the documents' tokens.
         identity: everything that decides the output.
-        seconds: durations of the earlier stages. `tokens_per_second` divides by the time of the stages that tokenized.
+        seconds: durations of the earlier stages. `tokens_per_second` divides by the time of the
+            stages that tokenized.
     """
-    started, dtype = time.perf_counter(), token_dtype(encoder.vocabulary_size)
-    train, validation = (SplitWriter(directory / split, encoder.vocabulary_size) for split in SPLITS)
-    with train, validation, open(directory / "validation.jsonl", "w", encoding="utf-8") as texts_file:
+    started = time.perf_counter()
+    dtype = token_dtype(encoder.vocabulary_size)
+    train, validation = (
+        SplitWriter(directory / split, encoder.vocabulary_size) for split in SPLITS
+    )
+    with (
+        train,
+        validation,
+        open(directory / "validation.jsonl", "w", encoding="utf-8") as texts_file,
+    ):
         for number, block in enumerate(encoded_blocks):
-            ids, sizes = np.frombuffer(block.read("tokens"), dtype), np.frombuffer(block.read("sizes"), np.int64)
+            ids = np.frombuffer(block.read("tokens"), dtype)
+            sizes = np.frombuffer(block.read("sizes"), np.int64)
             begins = np.frombuffer(block.read("sentences"), np.bool_)
             rows = documents.slice_of(number)
-            facts, in_validation = documents.facts[rows], documents.in_validation[rows]
-            train.add_selected(documents.in_output[rows] & ~in_validation, facts, ids, sizes, begins)
+            facts = documents.facts[rows]
+            in_validation = documents.in_validation[rows]
+            train.add_selected(
+                documents.in_output[rows] & ~in_validation, facts, ids, sizes, begins
+            )
             validation.add_selected(in_validation, facts, ids, sizes, begins)
             for text in documents.blocks[number].texts(facts["bytes"], in_validation):
                 texts_file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
     splits = dict(zip(SPLITS, (train.counts, validation.counts), strict=True))
-    for split, counts in splits.items():
-        if not counts["tokens"]:
-            raise UserError(
-                f"the {split} documents hold no tokens; give more text, or set another --validation-fraction"
-            )
+    _require_tokens(splits)
     seconds["encoding"] = seconds.get("encoding", 0.0) + time.perf_counter() - started
-    encoding = seconds["encoding"] + (seconds["reading"] if encoded_blocks is documents.blocks else 0.0)
+    encoding = seconds["encoding"] + (
+        seconds["reading"] if encoded_blocks is documents.blocks else 0.0
+    )
     report = {
         "identity": identity,
         "inputs": list(documents.names),
@@ -214,21 +264,33 @@ def write_output(
     }
     (directory / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     for split in SPLITS:
-        _ = IndexedCorpus(directory / split).content  # writes the cache, so the first run need not read the tokens
+        # Writes the cache, so the first run need not read the tokens.
+        _ = IndexedCorpus(directory / split).content
     return report
+
+
+def _require_tokens(splits: dict[str, dict[str, int]]) -> None:
+    for split, counts in splits.items():
+        if not counts["tokens"]:
+            raise UserError(
+                f"the {split} documents hold no tokens; give more text, or set another "
+                "--validation-fraction"
+            )
 
 
 def unigram(train: npt.NDArray[np.int64], validation: npt.NDArray[np.int64]) -> dict[str, float]:
     """Return the loss of a model that knows only token frequencies, nats a token.
 
-    `train_entropy`: the entropy of the training tokens' frequencies. `validation_cross_entropy`: the validation tokens
-    under those frequencies, one added to each count so that an unseen token has a probability. `uniform`: all
-    tokens equally likely.
+    `train_entropy`: the entropy of the training tokens' frequencies. `validation_cross_entropy`:
+    the validation tokens under those frequencies, one added to each count so that an unseen token
+    has a probability. `uniform`: all tokens equally likely.
     """
     seen = train[train > 0] / train.sum()
     smoothed = (train + 1) / (train.sum() + len(train))
     return {
         "train_entropy": float(-(seen * np.log(seen)).sum()),
-        "validation_cross_entropy": float(-(validation * np.log(smoothed)).sum() / validation.sum()),
+        "validation_cross_entropy": float(
+            -(validation * np.log(smoothed)).sum() / validation.sum()
+        ),
         "uniform": math.log(len(train)),
     }

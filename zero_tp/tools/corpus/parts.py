@@ -1,8 +1,10 @@
-"""Parts of a corpus: each task of a datatrove pipeline (datatrove.py) writes one, `zero-tp prepare --merge` joins them.
+"""Parts of a corpus: each task of a datatrove pipeline (datatrove.py) writes one, `zero-tp prepare
+--merge` joins them.
 
-`PARTS/00003` is the part of task 3: a spool of its documents, and `part.json`, which records the settings and the
-SHA-256 of every file. The split depends on the hashes of all documents, so merging selects it. A part is renamed to
-its final name when it is complete. Part 0 also holds the tokenizer.
+`PARTS/00003` is the part of task 3: a spool of its documents, and `part.json`, which records the
+settings and the SHA-256 of every file. The split depends on the hashes of all documents, so merging
+selects it. A part is renamed to its final name when it is complete. Part 0 also holds the
+tokenizer.
 """
 
 from __future__ import annotations
@@ -61,7 +63,11 @@ class Part(ConfigModel):
 
 
 def merge(
-    parts: str | Path, output: str | Path, validation: float = PrepareSettings.validation, *, overwrite: bool = False
+    parts: str | Path,
+    output: str | Path,
+    validation: float = PrepareSettings.validation,
+    *,
+    overwrite: bool = False,
 ) -> Prepared:
     """Write the output that `prepare` would have written of the documents of all parts.
 
@@ -71,17 +77,21 @@ def merge(
         overwrite: replace an output of other parts.
 
     Raises:
-        UserError: a part is missing, damaged, or made with other settings than the first; or as `prepare`.
+        UserError: a part is missing, damaged, or made with other settings than the first; or as
+            `prepare`.
     """
     check_validation_size(validation)
-    output, started = Path(output), time.perf_counter()
+    output = Path(output)
+    started = time.perf_counter()
     paths, manifests = _read_manifests(Path(parts))
     for path, part in zip(paths, manifests, strict=True):
         if problem := find_damage(path, part.files):
             raise UserError(f"{problem}: {path} is damaged: {_REMEDY}")
     seconds = {"reading": time.perf_counter() - started, "tokenizer": 0.0}
     settings = manifests[0].settings
-    described = [part.model_dump(exclude={"tokenizer"}) for part in manifests]  # `settings` has its files' hash
+    described = [
+        part.model_dump(exclude={"tokenizer"}) for part in manifests
+    ]  # `settings` has its files' hash
     sha256 = hashlib.sha256(json.dumps(described).encode()).hexdigest()
     identity = {**settings, "format": FORMAT, "parts": sha256, "validation": validation}
     real_output = Path(os.path.realpath(output))
@@ -95,7 +105,9 @@ def merge(
             shutil.copytree(paths[0] / TOKENIZER, staging / TOKENIZER)
             tokenizer = load_tokenizer(staging / TOKENIZER)
             if (recorded := manifests[0].tokenizer) is not None:
-                recorded.check(tokenizer, f"the tokenizer in {paths[0]}", "the one of its documents", _REMEDY)
+                recorded.check(
+                    tokenizer, f"the tokenizer in {paths[0]}", "the one of its documents", _REMEDY
+                )
             encoder = DocumentEncoder(tokenizer, settings.get("sentences"))
             report = write_output(staging, documents, documents.blocks, encoder, identity, seconds)
             put_in_place(staging, real_output)
@@ -103,16 +115,26 @@ def merge(
 
 
 def _read_manifests(directory: Path) -> tuple[list[Path], list[Part]]:
-    """Return the parts of a directory and their manifests. UserError: they are not all the parts of one pipeline."""
+    """Return the parts of a directory and their manifests. UserError: they are not all the parts
+    of one pipeline.
+    """
     paths = sorted(path for path in directory.glob("*") if path.name.isdecimal())
     if not paths:
-        raise UserError(f"{directory}: there are no parts of a corpus; launch/prepare_cluster.py makes them")
-    manifests = [validate(Part, read_json(path / MANIFEST, _REMEDY), str(path / MANIFEST)) for path in paths]
+        raise UserError(
+            f"{directory}: there are no parts of a corpus; launch/prepare_cluster.py makes them"
+        )
+    manifests = [
+        validate(Part, read_json(path / MANIFEST, _REMEDY), str(path / MANIFEST)) for path in paths
+    ]
     first = manifests[0]
     for path, part in zip(paths, manifests, strict=True):
-        ours, theirs = ({**manifest.settings, "number of tasks": manifest.tasks} for manifest in (part, first))
+        ours, theirs = (
+            {**manifest.settings, "number of tasks": manifest.tasks} for manifest in (part, first)
+        )
         if different := sorted(key for key in ours | theirs if ours.get(key) != theirs.get(key)):
-            raise UserError(f"{path}: made with another {', '.join(different)} than {paths[0].name}: {_REMEDY}")
+            raise UserError(
+                f"{path}: made with another {', '.join(different)} than {paths[0].name}: {_REMEDY}"
+            )
         if part.tokenizer is not None and first.tokenizer is not None:
             part.tokenizer.require_same(
                 first.tokenizer, f"the tokenizer of {path}", f"that of {paths[0].name}", _REMEDY
@@ -120,15 +142,24 @@ def _read_manifests(directory: Path) -> tuple[list[Path], list[Part]]:
         if path.name != f"{part.part:05d}":
             raise UserError(f"{path}: it is part {part.part} of {part.tasks}: {_REMEDY}")
     if missing := sorted(set(range(first.tasks)) - {part.part for part in manifests}):
-        raise UserError(f"{directory}: part {missing[0]:05d} of {first.tasks} tasks is missing: run its task again")
+        raise UserError(
+            f"{directory}: part {missing[0]:05d} of {first.tasks} tasks is missing: run its task "
+            "again"
+        )
     return paths, manifests
 
 
 def _join(paths: Sequence[Path], manifests: Sequence[Part]) -> DocumentTable:
-    """Return the documents of all parts, in the order in which a single preparation would have read them."""
-    keys = [[(source.number, Path(source.name).parts, source.name) for source in part.sources] for part in manifests]
+    """Return the documents of all parts, in the order in which a single preparation would have
+    read them.
+    """
+    keys = [
+        [(source.number, Path(source.name).parts, source.name) for source in part.sources]
+        for part in manifests
+    ]
     inputs = sorted({key for part in keys for key in part})
-    numbers, counts = {key: number for number, key in enumerate(inputs)}, RecordCounts()
+    numbers = {key: number for number, key in enumerate(inputs)}
+    counts = RecordCounts()
     blocks = [
         block._replace(source=numbers[part[block.source]])
         for path, part in zip(paths, keys, strict=True)
@@ -136,5 +167,7 @@ def _join(paths: Sequence[Path], manifests: Sequence[Part]) -> DocumentTable:
     ]
     for part in manifests:
         counts.add(part.documents.read, part.documents.dropped, part.documents.problems)
-    in_order = sorted(blocks, key=lambda block: block.source)  # stable: by part, then as they were written
+    in_order = sorted(
+        blocks, key=lambda block: block.source
+    )  # stable: by part, then as they were written
     return DocumentTable(in_order, [name for *_, name in inputs], counts)

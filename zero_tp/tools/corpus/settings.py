@@ -35,7 +35,8 @@ class PrepareSettings:
     tokenizer: str = option(
         MISSING,
         "a Hugging Face tokenizer directory or a name on its hub, or a tokenizer to train: a "
-        "byte-level BPE of SIZE tokens, or a WordPiece vocabulary for the masked objective, uncased "
+        "byte-level BPE of SIZE tokens, or a WordPiece vocabulary for the masked objective, "
+        "uncased "
         "or cased",
         metavar="DIR|bpe:SIZE|wordpiece:SIZE|wordpiece-cased:SIZE",
     )
@@ -46,7 +47,9 @@ class PrepareSettings:
         metavar="F|COUNT",
     )
     seed: int = option(1234, "seed of the split (default: 1234)")
-    text_key: str | None = option(None, "field of the text (default: text, see docs/data.md)", metavar="KEY")
+    text_key: str | None = option(
+        None, "field of the text (default: text, see docs/data.md)", metavar="KEY"
+    )
     documents: str = option(
         "file",
         "what is one document in a .txt file: the file, a line, or a paragraph (default: file)",
@@ -68,12 +71,14 @@ class PrepareSettings:
     )
     deduplicate: str | None = option(
         None,
-        "drop copies; near: also documents that share 0.7 of their 5-word shingles with an earlier one (MinHash)",
+        "drop copies; near: also documents that share 0.7 of their 5-word shingles with an earlier "
+        "one (MinHash)",
         choices=("exact", "near"),
     )
     decontaminate: tuple[Path, ...] = option(
         (),
-        "drop documents with 13 consecutive words of these evaluation sets, and WikiText's articles by title",
+        "drop documents with 13 consecutive words of these evaluation sets, and WikiText's "
+        "articles by title",
         metavar="FILE",
     )
     sentences: str | None = option(
@@ -89,11 +94,21 @@ class PrepareSettings:
         "only one with a well-known name)",
         metavar="TOKEN",
     )
-    tokenizer_documents: int | None = option(None, "train the tokenizer on N documents (default: all)", metavar="N")
+    tokenizer_documents: int | None = option(
+        None, "train the tokenizer on N documents (default: all)", metavar="N"
+    )
 
     def enabled_options(self) -> dict[str, Any]:
         """Return the optional settings that are on, with the hashes of the evaluation sets."""
-        names = ("repair", "min_tokens", "deduplicate", "decontaminate", "sentences", "eos", "tokenizer_documents")
+        names = (
+            "repair",
+            "min_tokens",
+            "deduplicate",
+            "decontaminate",
+            "sentences",
+            "eos",
+            "tokenizer_documents",
+        )
         hashes = {"decontaminate": [file_sha256(path) for path in self.decontaminate]}
         return {name: value for name in names if (value := hashes.get(name, getattr(self, name)))}
 
@@ -149,11 +164,20 @@ class Report(ConfigModel):
     files: PreparedFiles
 
 
-def output_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings) -> dict[str, Any]:
-    """Return everything that decides the output. A newer setting is in it only if set: older outputs stay reusable."""
-    hashes = [source.sha256 or (file_sha256(source.path) if source.path is not None else "") for source in sources]
+def output_identity(
+    sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings
+) -> dict[str, Any]:
+    """Return everything that decides the output. A newer setting is in it only if set: older
+    outputs stay reusable.
+    """
+    hashes = [
+        source.sha256 or (file_sha256(source.path) if source.path is not None else "")
+        for source in sources
+    ]
     inputs = [
-        {"kind": source.kind, "name": source.name} if source.kind == "hub" else {"kind": source.kind, "sha256": sha256}
+        {"kind": source.kind, "name": source.name}
+        if source.kind == "hub"
+        else {"kind": source.kind, "sha256": sha256}
         for source, sha256 in zip(sources, hashes, strict=True)
     ]
     return {
@@ -165,11 +189,17 @@ def output_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: Pr
         "text_key": settings.text_key or "text",
         **({"documents": settings.documents} if settings.documents != "file" else {}),
         **settings.enabled_options(),
-        **({"word_rule": WORD_RULE} if settings.deduplicate == "near" or settings.decontaminate else {}),
+        **(
+            {"word_rule": WORD_RULE}
+            if settings.deduplicate == "near" or settings.decontaminate
+            else {}
+        ),
     }
 
 
-def spool_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings) -> dict[str, Any]:
+def spool_identity(
+    sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings
+) -> dict[str, Any]:
     """Return everything that decides the content of a spool, as a JSON object."""
     identity: dict[str, Any] = {
         "format": [FORMAT, SPOOL_FORMAT],
@@ -183,7 +213,9 @@ def spool_identity(sources: Sequence[Source], spec: TokenizerSpec, settings: Pre
 
 
 def differing_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return the names of the settings that differ between two spool identities; "" if none does."""
+    """Return the names of the settings that differ between two spool identities; "" if none
+    does.
+    """
     settings = (before.keys() | now.keys()) - {"format", "versions", "sizes and times"}
     return ", ".join(sorted(name for name in settings if before.get(name) != now.get(name)))
 
@@ -191,7 +223,10 @@ def differing_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
 def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
     """Return the size and the SHA-256 of each file below a directory."""
     return {
-        str(path.relative_to(directory)): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        str(path.relative_to(directory)): {
+            "bytes": path.stat().st_size,
+            "sha256": file_sha256(path),
+        }
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }
@@ -208,7 +243,8 @@ def check_settings(settings: PrepareSettings) -> None:
         "deduplicate": (settings.deduplicate in (None, "exact", "near"), "exact or near"),
         "min_tokens": (
             settings.min_tokens == 0 or (settings.min_tokens > 0 and not trains_tokenizer),
-            "at least 0; it counts the tokens of an existing tokenizer: prepare without it first, and then give that "
+            "at least 0; it counts the tokens of an existing tokenizer: prepare without it first, "
+            "and then give that "
             "output's tokenizer directory",
         ),
         "eos": (
@@ -216,7 +252,8 @@ def check_settings(settings: PrepareSettings) -> None:
             f"{settings.tokenizer} has its own; give a directory to choose",
         ),
         "tokenizer_documents": (
-            settings.tokenizer_documents is None or (settings.tokenizer_documents > 0 and trains_tokenizer),
+            settings.tokenizer_documents is None
+            or (settings.tokenizer_documents > 0 and trains_tokenizer),
             "at least 1, for a tokenizer that is trained",
         ),
         "sentences": (
@@ -234,11 +271,18 @@ def check_settings(settings: PrepareSettings) -> None:
 def check_validation_size(validation: float) -> None:
     is_count = validation >= 1 and float(validation).is_integer()
     if not is_count and not 0 < validation < 1:
-        raise UserError(f"validation {validation:g}: a fraction between 0 and 1, or a whole number of documents from 1")
+        raise UserError(
+            f"validation {validation:g}: a fraction between 0 and 1, or a whole number of "
+            "documents from 1"
+        )
 
 
-def find_reusable(output: Path, compute_identity: Callable[[], dict[str, Any]], overwrite: bool) -> Prepared | None:
-    """Return the existing output if its identity is that of `compute_identity`; None: nothing can be reused."""
+def find_reusable(
+    output: Path, compute_identity: Callable[[], dict[str, Any]], overwrite: bool
+) -> Prepared | None:
+    """Return the existing output if its identity is that of `compute_identity`; None: nothing
+    can be reused.
+    """
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
     identity = compute_identity()
@@ -250,14 +294,19 @@ def find_reusable(output: Path, compute_identity: Callable[[], dict[str, Any]], 
         if overwrite and {"identity", "files"} <= raw.keys():
             return None
         raise UserError(
-            f"{output} exists and is not the output of this command: choose another --output ({error})"
+            f"{output} exists and is not the output of this command: choose another --output "
+            f"({error})"
         ) from None
     if report.identity != identity:
         if overwrite:
             return None
-        changed = ", ".join(key for key in identity if report.identity.get(key) != identity[key]) or "settings"
+        changed = (
+            ", ".join(key for key in identity if report.identity.get(key) != identity[key])
+            or "settings"
+        )
         raise UserError(
-            f"{output} was made with another {changed}: choose another --output, or replace it: --overwrite"
+            f"{output} was made with another {changed}: choose another --output, or replace it: "
+            "--overwrite"
         )
     problem = find_damage(output, report.files)
     if problem and not overwrite:
@@ -266,7 +315,9 @@ def find_reusable(output: Path, compute_identity: Callable[[], dict[str, Any]], 
 
 
 def find_damage(directory: Path, files: Mapping[str, PreparedFile]) -> str | None:
-    """Describe the first file that differs from its record, which `describe_files` made; None: none does."""
+    """Describe the first file that differs from its record, which `describe_files` made; None:
+    none does.
+    """
     for name, recorded in files.items():
         path = directory / name
         if not path.is_file():

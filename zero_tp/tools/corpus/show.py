@@ -18,29 +18,42 @@ MAX_SHOWN_CHARACTERS = 400
 
 
 def show_corpus(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
-    """Yield the texts of documents and of packed samples of each corpus, each after a line that names it.
+    """Yield the texts of documents and of packed samples of each corpus, each after a line that
+    names it.
 
     Args:
         path: an output of `prepare`, or a prefix.
         sample: how many documents (evenly spread) and how many samples to show of each corpus.
-        sequence_length: tokens of a sample; the samples are in corpus order, which training shuffles.
+        sequence_length: tokens of a sample; the samples are in corpus order, which training
+            shuffles.
     """
     if sample < 1 or sequence_length < 1:
         raise UserError(f"sample {sample}, sequence length {sequence_length}: at least 1")
     directory = find_tokenizer(None, f"{path}/train") or find_tokenizer(None, str(path))
     if directory is None:
-        raise UserError(f"{path}: its tokens can't be decoded: there is no tokenizer/ in it or beside it")
-    prefixes = [prefix for prefix in (path, *(path / split for split in SPLITS)) if idx_path(prefix).is_file()]
+        raise UserError(
+            f"{path}: its tokens can't be decoded: there is no tokenizer/ in it or beside it"
+        )
+    prefixes = [
+        prefix
+        for prefix in (path, *(path / split for split in SPLITS))
+        if idx_path(prefix).is_file()
+    ]
     if not prefixes:
-        raise UserError(f"{path}: holds no {' and no '.join(f'{split}.idx' for split in SPLITS)}, and is no prefix")
+        raise UserError(
+            f"{path}: holds no {' and no '.join(f'{split}.idx' for split in SPLITS)}, and is no "
+            "prefix"
+        )
     tokenizer = open_tokenizer(directory)
     remedy = f"put the corpus's own tokenizer at {directory}"
     if (recorded := corpus_fingerprint(str(prefixes[0]))) is not None:
         recorded.check(tokenizer, f"the tokenizer {directory}", f"the one of {prefixes[0]}", remedy)
     for prefix in prefixes:
-        corpus, name = IndexedCorpus(prefix), prefix.name
+        corpus = IndexedCorpus(prefix)
+        name = prefix.name
         corpus.check_vocabulary(vocabulary_size(tokenizer), "tokenizer", remedy)
-        documents, tokens = len(corpus), corpus.tokens
+        documents = len(corpus)
+        tokens = corpus.tokens
         yield f"=== {name}: {documents:,} documents, {tokens:,} tokens"
         count = min(sample, documents)
         for i in sorted({n * (documents - 1) // max(1, count - 1) for n in range(count)}):
@@ -53,10 +66,17 @@ def show_corpus(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
             numbers = corpus.document_ids(start, length)
             ids = corpus.read(start, length)
             begins = np.flatnonzero(np.diff(numbers, prepend=-1))
-            yield f"--- {name}, sample {window:,}: tokens {start:,} to {start + length:,}, {len(begins):,} documents"
+            yield (
+                f"--- {name}, sample {window:,}: tokens {start:,} to {start + length:,}, "
+                f"{len(begins):,} documents"
+            )
             for begin, end in zip(begins, [*begins[1:], length], strict=True):
                 first = corpus.extent(int(numbers[begin]))[0]
-                offset = "" if first == start + begin else f", from its token {start + begin - first:,} on"
+                offset = (
+                    ""
+                    if first == start + begin
+                    else f", from its token {start + begin - first:,} on"
+                )
                 yield f"[document {numbers[begin]:,}{offset}]"
                 yield _shorten(str(tokenizer.decode(ids[begin:end])))
 

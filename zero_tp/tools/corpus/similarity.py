@@ -1,9 +1,10 @@
 """Find exact and near duplicates, and documents that overlap with evaluation sets.
 
-Near duplicates share most of their shingles, 5 consecutive words each. A MinHash sketch of 128 numbers estimates the
-Jaccard similarity of two sets of shingles. Locality-sensitive hashing (32 bands of 4) finds the pairs to compare, one
-of similarity 0.7 with probability 0.9998. Sources: Broder 1997; Leskovec, Rajaraman, Ullman, "Mining of Massive
-Datasets", 3.4; Megatron-LM, section 4.1, which removed documents at 0.7.
+Near duplicates share most of their shingles, 5 consecutive words each. A MinHash sketch of 128
+numbers estimates the Jaccard similarity of two sets of shingles. Locality-sensitive hashing (32
+bands of 4) finds the pairs to compare, one of similarity 0.7 with probability 0.9998. Sources:
+Broder 1997; Leskovec, Rajaraman, Ullman, "Mining of Massive Datasets", 3.4; Megatron-LM, section
+4.1, which removed documents at 0.7.
 """
 
 from __future__ import annotations
@@ -25,33 +26,47 @@ from zero_tp.data.documents import stream
 from zero_tp.data.formats import import_optional
 from zero_tp.data.records import EVERY_STRING, Document, Problem
 
-SHINGLE, THRESHOLD, NGRAM = 5, 0.7, 13
-_NUM_PERM, _BANDS, _SEED = 128, 32, 42
+SHINGLE = 5
+THRESHOLD = 0.7
+NGRAM = 13
+_NUM_PERM = 128
+_BANDS = 32
+_SEED = 42
 _HEADING = re.compile(r"^ ?= ([^=\n]+) = ?$", re.MULTILINE)  # the title of a WikiText article
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text, runs of letters and digits with their combining marks, in lower case."""
+    """Return the words of a text, runs of letters and digits with their combining marks, in
+    lower case.
+    """
     return _word_pattern().findall(text.lower())
 
 
 @functools.cache
 def _word_pattern() -> re.Pattern[str]:
-    """Return the pattern of a word, as UTS 18 defines it: Python's `\\w` lacks marks (vowel signs, points), joiners."""
-    candidates = map(chr, (*range(0x300, 0x20000), *range(0xE0100, 0xE01F0)))  # there are no other marks
+    """Return the pattern of a word, as UTS 18 defines it: Python's `\\w` lacks marks (vowel
+    signs, points), joiners.
+    """
+    candidates = map(
+        chr, (*range(0x300, 0x20000), *range(0xE0100, 0xE01F0))
+    )  # there are no other marks
     marks = "".join(letter for letter in candidates if unicodedata.category(letter).startswith("M"))
     # The lookahead, which fails at once in Latin text, saves half of the time there.
     return re.compile(rf"\w+(?:(?=[^\0-\u02ff])[{marks}\u200c\u200d]+\w*)*")
 
 
-# --- near duplicates --------------------------------------------------------------------------------------------------
+# --- near duplicates ------------------------------------------------------------------------------
 
 
 def shingles(text: str) -> list[str]:
     """Return all shingles of a text; a text of fewer than 5 words is one shingle."""
     tokens = words(text)
-    return [" ".join(tokens[i : i + SHINGLE]) for i in range(max(1, len(tokens) - SHINGLE + 1))] if tokens else []
+    return (
+        [" ".join(tokens[i : i + SHINGLE]) for i in range(max(1, len(tokens) - SHINGLE + 1))]
+        if tokens
+        else []
+    )
 
 
 def sketches(texts: Sequence[str]) -> list[bytes]:
@@ -59,7 +74,10 @@ def sketches(texts: Sequence[str]) -> list[bytes]:
     rensa = import_optional("rensa", "--deduplicate near")
     sets = [shingles(text) for text in texts]
     minhashes = rensa.RMinHash.from_token_sets(sets, num_perm=_NUM_PERM, seed=_SEED)
-    return [minhash.__reduce__()[2] if tokens else b"" for minhash, tokens in zip(minhashes, sets, strict=True)]
+    return [
+        minhash.__reduce__()[2] if tokens else b""
+        for minhash, tokens in zip(minhashes, sets, strict=True)
+    ]
 
 
 def _restore(sketch: bytes) -> Any:
@@ -79,7 +97,8 @@ class NearDuplicate(NamedTuple):
 def near_duplicates(
     numbered: Iterable[tuple[int, bytes]], sketch_of: Callable[[int], bytes]
 ) -> Iterator[NearDuplicate]:
-    """Yield the documents of similarity at least 0.7 with an earlier one that is no near duplicate itself.
+    """Yield the documents of similarity at least 0.7 with an earlier one that is no near duplicate
+    itself.
 
     Memory: 0.7 to 1.4 KB a document that is no duplicate (measured with 40,000).
 
@@ -104,7 +123,7 @@ def exact_duplicates(content: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     return firsts[inverse]
 
 
-# --- evaluation sets --------------------------------------------------------------------------------------------------
+# --- evaluation sets ------------------------------------------------------------------------------
 
 
 def ngram_hashes(text: str) -> npt.NDArray[np.uint64]:
@@ -123,15 +142,20 @@ def _normalized(text: str) -> str:
 
 @dataclass(frozen=True)
 class EvaluationSets:
-    """Evaluation sets: sorted hashes of their 13-grams (`ngram_hashes`), and normalised titles of WikiText articles."""
+    """Evaluation sets: sorted hashes of their 13-grams (`ngram_hashes`), and normalised titles
+    of WikiText articles.
+    """
 
     hashes: npt.NDArray[np.uint64]
     titles: frozenset[str]
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> EvaluationSets:
-        """Read sets from files of any kind; all strings of a record are its text. UserError: a file has no text."""
-        parts, titles = [np.zeros(0, np.uint64)], set[str]()
+        """Read sets from files of any kind; all strings of a record are its text. UserError: a
+        file has no text.
+        """
+        parts = [np.zeros(0, np.uint64)]
+        titles = set[str]()
         for path in paths:
             before = len(parts), len(titles)
             for where, document in stream([path], EVERY_STRING):
@@ -139,20 +163,31 @@ class EvaluationSets:
                     raise UserError(f"--decontaminate: {where}: {document.detail}")
                 if len(hashes := ngram_hashes(document.text)):
                     parts.append(hashes)
-                titles |= {title for heading in _HEADING.findall(document.text) if (title := _normalized(heading))}
+                titles |= {
+                    title
+                    for heading in _HEADING.findall(document.text)
+                    if (title := _normalized(heading))
+                }
             if (len(parts), len(titles)) == before:
                 raise UserError(
-                    f"--decontaminate: {path}: no record has {NGRAM} words, so it has no effect: leave it out, or give "
+                    f"--decontaminate: {path}: no record has {NGRAM} words, so it has no effect: "
+                    "leave it out, or give "
                     "the file with the questions and answers as strings"
                 )
         return cls(np.unique(np.concatenate(parts)), frozenset(titles))
 
     def overlap_with(self, document: Document) -> bool:
-        """Return whether a document has 13 consecutive words of a set, or its title or first line is a set's title."""
+        """Return whether a document has 13 consecutive words of a set, or its title or first
+        line is a set's title.
+        """
         first = document.text.lstrip().partition("\n")[0]
-        if self.titles and not self.titles.isdisjoint(map(_normalized, (first, document.title or ""))):
+        if self.titles and not self.titles.isdisjoint(
+            map(_normalized, (first, document.title or ""))
+        ):
             return True
         hashes = ngram_hashes(document.text)
-        positions = np.searchsorted(self.hashes, hashes)  # np.isin would sort the sets for each document
+        positions = np.searchsorted(
+            self.hashes, hashes
+        )  # np.isin would sort the sets for each document
         is_inside = positions < len(self.hashes)
         return bool((self.hashes[positions[is_inside]] == hashes[is_inside]).any())

@@ -1,4 +1,6 @@
-"""Processed blocks of documents in an append-only file, from which an interrupted preparation resumes."""
+"""Processed blocks of documents in an append-only file, from which an interrupted preparation
+resumes.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,17 @@ DOCUMENT_FACTS = np.dtype(
         *(("content_hash", "V16"), ("sketch_bytes", "<i4"), ("contaminated", "?")),
     ]
 )
-"""The facts of a document: a hash that decides its split, its line or row in the input, its sizes, a hash of its text
-if duplicates are removed, the length of its sketch, and whether it overlaps with an evaluation set."""
-BLOCKS, COMMITTED = "blocks", "committed"
+"""The facts of a document: a hash that decides its split, its line or row in the input, its sizes,
+a hash of its text if duplicates are removed, the length of its sketch, and whether it overlaps with
+an evaluation set.
+"""
+BLOCKS = "blocks"
+COMMITTED = "committed"
 COLUMNS = ("documents", "texts", "sketches", "sizes", "tokens", "sentences")
-"""A block's columns: its documents' `DOCUMENT_FACTS`, compressed texts and sketches; once they are tokenized, the
-tokens per document (int64), all tokens, and whether a sentence begins with each token (bool)."""
+"""A block's columns: its documents' `DOCUMENT_FACTS`, compressed texts and sketches; once they are
+tokenized, the tokens per document (int64), all tokens, and whether a sentence begins with each
+token (bool).
+"""
 
 
 class ProcessedBlock(NamedTuple):
@@ -51,7 +58,9 @@ class ProcessedBlock(NamedTuple):
 
 
 class StoredBlock(NamedTuple):
-    """A block in a spool: the number of its source, its offset in the file, and the length of each column."""
+    """A block in a spool: the number of its source, its offset in the file, and the length of
+    each column.
+    """
 
     path: Path
     source: int
@@ -65,8 +74,12 @@ class StoredBlock(NamedTuple):
             return file.read(self.lengths[index])
 
     def texts(self, lengths: npt.NDArray[np.int64], selected: Mask) -> list[str]:
-        """Return the texts of the selected documents, bool [documents]; `lengths`: bytes of each text."""
-        texts = split_bytes(zstandard.decompress(self.read("texts")), lengths) if selected.any() else []
+        """Return the texts of the selected documents, bool [documents]; `lengths`: bytes of each
+        text.
+        """
+        texts = (
+            split_bytes(zstandard.decompress(self.read("texts")), lengths) if selected.any() else []
+        )
         return [text.decode("utf-8") for text in compress(texts, selected)]
 
 
@@ -79,21 +92,28 @@ def split_bytes(data: bytes, lengths: npt.NDArray[np.int64]) -> list[bytes]:
 class Spool:
     """Processed blocks in an append-only file of a directory.
 
-    A block is a line of JSON and its columns. The file `committed` holds the length that has been synced to disk.
-    Bytes beyond it belong to blocks that were being written when the process died; the next start truncates them.
+    A block is a line of JSON and its columns. The file `committed` holds the length that has been
+    synced to disk. Bytes beyond it belong to blocks that were being written when the process died;
+    the next start truncates them.
 
     Attributes:
-        identity: everything that decides the content of blocks, a JSON object; None: nothing was committed.
+        identity: everything that decides the content of blocks, a JSON object; None: nothing was
+            committed.
         blocks, counts: all blocks in order, and the counts of their records.
         last_blocks: source → number of its last block.
         sha256: source → hash of a source that was read to its end.
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory, self.blocks, self.counts = directory, list[StoredBlock](), RecordCounts()
+        self.directory = directory
+        self.blocks = list[StoredBlock]()
+        self.counts = RecordCounts()
         self.identity: dict[str, Any] | None = None
-        self.last_blocks, self.sha256 = dict[int, int](), dict[int, str]()
-        self.path, self._committed, self._length = directory / BLOCKS, directory / COMMITTED, 0
+        self.last_blocks = dict[int, int]()
+        self.sha256 = dict[int, str]()
+        self.path = directory / BLOCKS
+        self._committed = directory / COMMITTED
+        self._length = 0
         try:
             if self._committed.is_file() and self.path.is_file():
                 self._load(int(self._committed.read_text()))
@@ -105,13 +125,16 @@ class Spool:
             if (size := os.fstat(file.fileno()).st_size) < length:
                 raise ValueError(f"{size:,} bytes instead of {length:,}")
             line = file.readline()
-            self.identity, self._length = json.loads(line), len(line)
+            self.identity = json.loads(line)
+            self._length = len(line)
             while self._length < length:
                 file.seek(self._length)
                 self._index(file.readline())
 
     def open(self, identity: Mapping[str, Any]) -> Spool:
-        """Open the file to append blocks. `identity` must be that of the committed blocks, if there are any."""
+        """Open the file to append blocks. `identity` must be that of the committed blocks, if
+        there are any.
+        """
         assert self.identity in (None, identity)
         self.directory.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "ab")  # noqa: SIM115 - closed by close()
@@ -124,14 +147,19 @@ class Spool:
     def _index(self, line: bytes) -> None:
         """Add the block at the end of the file, whose header is `line`."""
         header = json.loads(line)
-        source, lengths = header["source"], tuple(header["lengths"])
+        source = header["source"]
+        lengths = tuple(header["lengths"])
         start = self._length + len(line)
         self.blocks.append(StoredBlock(self.path, source, start, lengths))
         self._length = start + sum(lengths)
         self.last_blocks[source] = header["number"]
         if header["sha256"] is not None:
             self.sha256[source] = header["sha256"]
-        self.counts.add(header["read"], header["dropped"], [DroppedRecord(**problem) for problem in header["problems"]])
+        self.counts.add(
+            header["read"],
+            header["dropped"],
+            [DroppedRecord(**problem) for problem in header["problems"]],
+        )
 
     def append(self, block: ProcessedBlock) -> None:
         columns = [block.columns.get(name, b"") for name in COLUMNS]

@@ -1,4 +1,6 @@
-"""Checks of multiple-choice questions, for which lm-eval would report an accuracy of 0. Needs no torch."""
+"""Checks of multiple-choice questions, for which lm-eval would report an accuracy of 0. Needs no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ WITHOUT_LISTS = ("csv", "txt")
 INDEX = "the right choice's index, counted from 0"
 
 
-def check_choices(choices: Any, gold: Any, names: tuple[str, str] = ("doc_to_choice", "doc_to_target")) -> None:
+def check_choices(
+    choices: Any, gold: Any, names: tuple[str, str] = ("doc_to_choice", "doc_to_target")
+) -> None:
     """Check that lm-eval can compare the likeliest choice with the right one.
 
     Args:
@@ -34,10 +38,14 @@ def check_choices(choices: Any, gold: Any, names: tuple[str, str] = ("doc_to_cho
         raise ValueError(f"{field} is {json_kind(type(choices).__name__)}; write a list of texts")
     for number, choice in enumerate(choices):
         if not isinstance(choice, str):
-            raise ValueError(f"{field}[{number}] is {json_kind(type(choice).__name__)}; write a text")
+            raise ValueError(
+                f"{field}[{number}] is {json_kind(type(choice).__name__)}; write a text"
+            )
     if isinstance(gold, str):
         if gold not in choices:
-            raise ValueError(f"{gold_field} is {shown(gold)}, which is none of the choices; write {INDEX}")
+            raise ValueError(
+                f"{gold_field} is {shown(gold)}, which is none of the choices; write {INDEX}"
+            )
         return
     if isinstance(gold, list) and not gold:
         raise ValueError(f"{gold_field} is empty; write {INDEX}")
@@ -45,7 +53,9 @@ def check_choices(choices: Any, gold: Any, names: tuple[str, str] = ("doc_to_cho
         if not isinstance(index, int):
             raise ValueError(f"{gold_field} is {shown(index)}; write {INDEX}")
         if not 0 <= index < len(choices):
-            raise ValueError(f"{gold_field} is {index}, and there are {len(choices)} choices; write {INDEX}")
+            raise ValueError(
+                f"{gold_field} is {index}, and there are {len(choices)} choices; write {INDEX}"
+            )
 
 
 def check_texts(choices: Any, field: str = "doc_to_choice") -> None:
@@ -56,18 +66,26 @@ def check_texts(choices: Any, field: str = "doc_to_choice") -> None:
 
 
 def check_choice_file(file: Path) -> None:
-    """Check every question of a file for `multiple_choice`. UserError: names the file, the line and the field."""
+    """Check every question of a file for `multiple_choice`. UserError: names the file, the line
+    and the field.
+    """
     require_fields(MULTIPLE_CHOICE, file, CHOICE_FIELDS)
     where = f"--data {MULTIPLE_CHOICE}={file}"
     if file_format(file) in WITHOUT_LISTS:
-        raise UserError(f"{where}: a .{file_format(file)} file has no lists of choices; write JSON lines")
+        raise UserError(
+            f"{where}: a .{file_format(file)} file has no lists of choices; write JSON lines"
+        )
     _, field, gold_field = CHOICE_FIELDS
     for place, record in _records(file):
         try:
             if missing := [name for name in CHOICE_FIELDS if name not in record]:
-                raise ValueError(f"no field {missing[0]}; {MULTIPLE_CHOICE} reads {', '.join(CHOICE_FIELDS)}")
+                raise ValueError(
+                    f"no field {missing[0]}; {MULTIPLE_CHOICE} reads {', '.join(CHOICE_FIELDS)}"
+                )
             if not isinstance(query := record[CHOICE_FIELDS[0]], str):
-                raise ValueError(f"{CHOICE_FIELDS[0]} is {json_kind(type(query).__name__)}; write a text")
+                raise ValueError(
+                    f"{CHOICE_FIELDS[0]} is {json_kind(type(query).__name__)}; write a text"
+                )
             check_choices(record[field], record[gold_field], (field, gold_field))
             check_texts(record[field], field)
             if len(record[field]) < 2:
@@ -86,6 +104,8 @@ def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         with suppress_output(stderr=True):
             rows = datasets.load_dataset(file_format(file), data_files=str(file), split="train")
     except Exception as error:  # datasets and pyarrow raise a dozen types
-        raise UserError(f"--data {MULTIPLE_CHOICE}={file}: it can't be read ({first_line(error)})") from error
+        raise UserError(
+            f"--data {MULTIPLE_CHOICE}={file}: it can't be read ({first_line(error)})"
+        ) from error
     for number, record in enumerate(rows, 1):
         yield location(str(file), number), record

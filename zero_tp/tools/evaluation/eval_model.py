@@ -1,4 +1,5 @@
-"""Score rows of tokens with a model of zero_tp or transformers; data-parallel ranks share the batches.
+"""Score rows of tokens with a model of zero_tp or transformers; data-parallel ranks share the
+batches.
 
 Shapes: b batch, n tokens of a row, k alternatives.
 """
@@ -31,20 +32,26 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Scorer = Callable[[Tensor, Tensor], TokenScores]
-"""Scores a batch: int64 input ids [b, n] and labels [b, n, k] → scores [b, n, k], 0 and False where a label is -100.
+"""Scores a batch: int64 input ids [b, n] and labels [b, n, k] → scores [b, n, k], 0 and False where
+a label is -100.
 
-Labels are already shifted: `labels[i, j]` are candidates for the token after `input_ids[i, j]`. Collective over TP."""
+Labels are already shifted: `labels[i, j]` are candidates for the token after `input_ids[i, j]`.
+Collective over TP.
+"""
 
 
 class Score(NamedTuple):
-    """Summed negative log-likelihood of a row's scored targets in nats, and whether all were the arg-max."""
+    """Summed negative log-likelihood of a row's scored targets in nats, and whether all were the
+    arg-max.
+    """
 
     nll: float
     greedy: bool
 
 
 def pad(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """Return input ids [b, n] and labels [b, n, k], padded to the longest row and the most alternatives.
+    """Return input ids [b, n] and labels [b, n, k], padded to the longest row and the most
+    alternatives.
 
     Padding is on the right, so a causal model needs no attention mask.
     """
@@ -59,7 +66,9 @@ def pad(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
         input_ids[number, : len(row)] = tokens[:-1]
         labels[number, len(row) - row.scored : len(row), 0] = tokens[len(tokens) - row.scored :]
         if row.alternatives:
-            labels[number, len(row) - 1, 1 : 1 + len(row.alternatives)] = torch.tensor(row.alternatives)
+            labels[number, len(row) - 1, 1 : 1 + len(row.alternatives)] = torch.tensor(
+                row.alternatives
+            )
     return input_ids, labels
 
 
@@ -77,8 +86,9 @@ class ParallelScorer:
 class HuggingFaceScorer:
     """Scorer of a Hugging Face causal language model.
 
-    With `logits_to_keep`, the model computes logits only at positions that some row scores. A batch whose fp32 logits
-    exceed `logits_bytes` is split into smaller forwards. Logits are converted to fp32 in chunks of 128 positions.
+    With `logits_to_keep`, the model computes logits only at positions that some row scores. A batch
+    whose fp32 logits exceed `logits_bytes` is split into smaller forwards. Logits are converted to
+    fp32 in chunks of 128 positions.
     """
 
     POSITIONS = 128
@@ -94,25 +104,34 @@ class HuggingFaceScorer:
         columns = columns[scored.any(0)] if self._can_keep_logits else columns
         nll = torch.zeros(labels.shape, device=labels.device)
         greedy = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
-        options: dict[str, Any] = {"use_cache": False} | ({"logits_to_keep": columns} if self._can_keep_logits else {})
+        options: dict[str, Any] = {"use_cache": False} | (
+            {"logits_to_keep": columns} if self._can_keep_logits else {}
+        )
         vocabulary = self.model.config.get_text_config().vocab_size
         rows = max(1, self.logits_bytes // (max(1, len(columns)) * vocabulary * 4))
         for start in range(0, len(input_ids), rows):
             group = slice(start, start + rows)
             logits = self.model(input_ids=input_ids[group], **options).logits
             indices = scored[group][:, columns].nonzero(as_tuple=True)
-            for row, column in zip(*(index.split(self.POSITIONS) for index in indices), strict=True):
+            for row, column in zip(
+                *(index.split(self.POSITIONS) for index in indices), strict=True
+            ):
                 targets = (row + start, columns[column])
-                nll[targets], greedy[targets] = scores_of_logits(logits[row, column].float(), labels[targets])
-        return TokenScores(nll.masked_fill_(labels == IGNORE_INDEX, 0.0), greedy & (labels != IGNORE_INDEX))
+                nll[targets], greedy[targets] = scores_of_logits(
+                    logits[row, column].float(), labels[targets]
+                )
+        return TokenScores(
+            nll.masked_fill_(labels == IGNORE_INDEX, 0.0), greedy & (labels != IGNORE_INDEX)
+        )
 
 
 @dataclass(frozen=True)
 class EvalModel:
     """A model and its tokenizer on a grid of ranks.
 
-    Batches are formed before they are distributed to the data-parallel ranks, so every DP size computes the same sums.
-    ZeRO-3 needs the same number of forwards on every rank: a rank without a batch repeats the last one's forward.
+    Batches are formed before they are distributed to the data-parallel ranks, so every DP size
+    computes the same sums. ZeRO-3 needs the same number of forwards on every rank: a rank without a
+    batch repeats the last one's forward.
 
     Attributes:
         module: the model itself; tasks that generate text call its `generate`.
@@ -136,13 +155,18 @@ class EvalModel:
     quiet: bool = False
 
     def encode(self, text: str) -> Tokens:
-        """Tokenize without special tokens; a special token's spelling is plain text, as in a prepared corpus."""
+        """Tokenize without special tokens; a special token's spelling is plain text, as in a
+        prepared corpus.
+        """
         # verbose=False: no warning about the length
-        ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        ids = self.tokenizer.encode(
+            text, add_special_tokens=False, split_special_tokens=True, verbose=False
+        )
         return np.array(ids, dtype=np.int64)
 
     def require_same_requests(self, requests: Iterable[bytes]) -> None:
-        """Check that all ranks have the same requests: files may differ between machines. Collective.
+        """Check that all ranks have the same requests: files may differ between machines.
+        Collective.
 
         Raises:
             UserError: on every rank.
@@ -151,24 +175,35 @@ class EvalModel:
             digest = hashlib.sha256()
             for request in requests:
                 digest.update(len(request).to_bytes(8) + request)
-            require_same_on_all_ranks({"the requests of a task": f"SHA-256 {digest.hexdigest()[:12]}…"})
+            require_same_on_all_ranks(
+                {"the requests of a task": f"SHA-256 {digest.hexdigest()[:12]}…"}
+            )
 
     def map_batches(
         self, function: Callable[[T], R], batches: Sequence[T], size: Callable[[T], int], title: str
     ) -> list[R]:
-        """Apply `function` to each batch on one DP rank; return all results, in order, on every rank. Collective.
+        """Apply `function` to each batch on one DP rank; return all results, in order, on every
+        rank. Collective.
 
         Args:
             size: returns the tokens of a batch, for the progress bar on rank 0's terminal.
             title: the bar's label.
         """
-        ranks, rank = self.topology.data, self.topology.data_rank
+        ranks = self.topology.data
+        rank = self.topology.data_rank
         results: list[R] = []
-        # tqdm's None: show the bar on a terminal only. `sys.stderr` is redirected while lm-eval runs.
+        # tqdm's None: show the bar on a terminal only. `sys.stderr` is redirected while lm-eval
+        # runs.
         disable = True if self.quiet or self.topology.rank else None
         total = sum(map(size, batches))
         with tqdm(
-            desc=title, total=total, unit=" tokens", unit_scale=True, disable=disable, leave=False, file=sys.__stderr__
+            desc=title,
+            total=total,
+            unit=" tokens",
+            unit_scale=True,
+            disable=disable,
+            leave=False,
+            file=sys.__stderr__,
         ) as bar:
             for start in range(0, len(batches), ranks):
                 result = function(batches[min(start + rank, len(batches) - 1)])
@@ -181,22 +216,32 @@ class EvalModel:
         dist.all_gather_object(gathered, results, group=self.topology.data_group)
         return [gathered[index % ranks][index // ranks] for index in range(len(batches))]
 
-    @torch.no_grad()  # inference_mode's tensors could not be used in training, and ZeRO-3 gathers parameters here
+    # inference_mode's tensors could not be used in training, and ZeRO-3 gathers parameters here
+    @torch.no_grad()
     def score(self, rows: Sequence[Row], title: str = "") -> list[list[Score]]:
-        """Return the scores of every row (its targets, then each alternative), in order, on every rank. Collective.
+        """Return the scores of every row (its targets, then each alternative), in order, on every
+        rank. Collective.
 
-        Rows are sorted by length, longest first: less padding, and the first batch shows whether memory suffices.
+        Rows are sorted by length, longest first: less padding, and the first batch shows whether
+        memory suffices.
         """
-        self.require_same_requests(row.tokens.tobytes() + repr((row.scored, row.alternatives)).encode() for row in rows)
+        self.require_same_requests(
+            row.tokens.tobytes() + repr((row.scored, row.alternatives)).encode() for row in rows
+        )
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
-        batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
+        batches = [
+            order[start : start + self.batch_size]
+            for start in range(0, len(order), self.batch_size)
+        ]
         scores = self.map_batches(
             lambda batch: self._score([rows[index] for index in batch]),
             batches,
             lambda batch: sum(len(rows[index]) for index in batch),
             title,
         )
-        by_row = dict(zip(order, (row_scores for batch in scores for row_scores in batch), strict=True))
+        by_row = dict(
+            zip(order, (row_scores for batch in scores for row_scores in batch), strict=True)
+        )
         return [by_row[index] for index in range(len(rows))]
 
     def _score(self, rows: Sequence[Row]) -> list[list[Score]]:
@@ -206,6 +251,8 @@ class EvalModel:
         sums = nll.double().sum(1).tolist()
         arg_max = (greedy | (labels == IGNORE_INDEX).to(greedy.device)).all(1).tolist()
         return [
-            [Score(*score) for score in zip(sums[index], arg_max[index], strict=True)][: 1 + len(row.alternatives)]
+            [Score(*score) for score in zip(sums[index], arg_max[index], strict=True)][
+                : 1 + len(row.alternatives)
+            ]
             for index, row in enumerate(rows)
         ]

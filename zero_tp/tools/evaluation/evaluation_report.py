@@ -13,14 +13,17 @@ from zero_tp.base.page import text_table
 
 
 def _figure(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:,.4g}" if abs(value) >= 1e6 else f"{value:,.3f}"
+    return (
+        "not finite" if value is None else f"{value:,.4g}" if abs(value) >= 1e6 else f"{value:,.3f}"
+    )
 
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.2f}%"
 
 
-_count, _rate = "{:,}".format, "{:,.0f}".format
+_count = "{:,}".format
+_rate = "{:,.0f}".format
 
 # Column, key of the result, format.
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -54,7 +57,11 @@ def table(report: Mapping[str, Any]) -> str:
     rows: list[tuple[str, ...]] = []
     for task, result in report["tasks"].items():
         candidates = LM_EVAL_COLUMNS if "lm_eval" in result else COLUMNS
-        columns = [(name, format_cell(result[key])) for name, key, format_cell in candidates if key in result]
+        columns = [
+            (name, format_cell(result[key]))
+            for name, key, format_cell in candidates
+            if key in result
+        ]
         lines = [("task", *(name for name, _ in columns)), (task, *(cell for _, cell in columns))]
         if "lm_eval" in result:
             rows += lines[1:] if rows else lines
@@ -73,7 +80,9 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def write_samples(path: Path, report: dict[str, Any]) -> list[Path]:
-    """Move the samples out of a report into files next to `path`: JSON lines in lm-eval's format, a file per task."""
+    """Move the samples out of a report into files next to `path`: JSON lines in lm-eval's
+    format, a file per task.
+    """
     written = []
     for result in report["tasks"].values():
         for task, samples in result.pop("samples", {}).items():

@@ -1,7 +1,7 @@
 """LAMBADA (arXiv 1606.06031): accuracy of predicting a passage's last word.
 
-A passage is correct if all sub-words of the word are the arg-max under teacher forcing (arXiv 1909.08053, section 5.2
-and appendix E.2). Texts are tokenized as lm-eval does.
+A passage is correct if all sub-words of the word are the arg-max under teacher forcing (arXiv
+1909.08053, section 5.2 and appendix E.2). Texts are tokenized as lm-eval does.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ if TYPE_CHECKING:
 
 
 Passage = tuple[str, str]
-"""Context and continuation: the passage up to its last word, without a space at the end; a space and that word."""
+"""Context and continuation: the passage up to its last word, without a space at the end; a space
+and that word.
+"""
 
 
 class LambadaTask(Task):
-    """Accuracy of the last word, and its perplexity: exp of the mean NLL per word, not per sub-word."""
+    """Accuracy of the last word, and its perplexity: exp of the mean NLL per word, not per
+    sub-word.
+    """
 
     name = "lambada"
     logged = ("accuracy", "perplexity")
@@ -44,12 +48,15 @@ class LambadaTask(Task):
         encoded = (encode_pair(model.tokenizer, *passage) for passage in self.passages)
         rows, truncated = continuation_rows(encoded, model.positions)
         scores = [scores[0] for scores in model.score(rows, self.name)]
-        count, nll = len(scores), math.fsum(score.nll for score in scores)
+        count = len(scores)
+        nll = math.fsum(score.nll for score in scores)
         accuracy = sum(score.greedy for score in scores) / count
         return {
             "data": self.origin,
             "accuracy": accuracy,
-            "accuracy_standard_error": math.sqrt(accuracy * (1 - accuracy) / (count - 1)) if count > 1 else None,
+            "accuracy_standard_error": math.sqrt(accuracy * (1 - accuracy) / (count - 1))
+            if count > 1
+            else None,
             "perplexity": perplexity(nll / count),
             "nll": nll,
             "examples": count,
@@ -59,16 +66,27 @@ class LambadaTask(Task):
         }
 
 
-def lambada_passages(path: Path | None, text_key: str, limit: int | None) -> tuple[list[Passage], Origin]:
+def lambada_passages(
+    path: Path | None, text_key: str, limit: int | None
+) -> tuple[list[Passage], Origin]:
     """Read the passages of a file, or OpenAI's variant of the test split from the hub.
 
-    A file has JSON lines with `context` and `continuation`, or whole passages: one per record, or line of a .txt file.
+    A file has JSON lines with `context` and `continuation`, or whole passages: one per record, or
+    line of a .txt file.
     """
     if path is None:
-        records, origin = read_hub_test_split("lambada", "EleutherAI/lambada_openai", "default", "lambada_test.jsonl")
-        return [_passage_of_text(record["text"], "EleutherAI/lambada_openai") for record in records[:limit]], origin
+        records, origin = read_hub_test_split(
+            "lambada", "EleutherAI/lambada_openai", "default", "lambada_test.jsonl"
+        )
+        return [
+            _passage_of_text(record["text"], "EleutherAI/lambada_openai")
+            for record in records[:limit]
+        ], origin
     if file_format(path) == "jsonl":
-        passages = [_passage_of_record(record, where, text_key) for where, record in islice(read_objects(path), limit)]
+        passages = [
+            _passage_of_record(record, where, text_key)
+            for where, record in islice(read_objects(path), limit)
+        ]
     else:
         texts = (text for text in read_documents(path, text_key, "line") if text.strip())
         passages = [_passage_of_text(text, str(path)) for text in islice(texts, limit)]
@@ -82,7 +100,9 @@ def _passage_of_record(record: dict[str, Any], where: str, text_key: str) -> Pas
     if not any(present):
         return _passage_of_text(text_of(record, where, text_key), where)
     if not all(present):
-        raise UserError(f"{where}: 'context' and 'continuation' go together; its keys are {', '.join(record)}")
+        raise UserError(
+            f"{where}: 'context' and 'continuation' go together; its keys are {', '.join(record)}"
+        )
     if not (word := text_of(record, where, "continuation").strip()):
         raise UserError(f"{where}: its continuation is empty; give the passage's last word")
     return text_of(record, where, "context").rstrip(), f" {word}"

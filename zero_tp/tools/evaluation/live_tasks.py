@@ -29,37 +29,62 @@ class LiveTasks(Callback):
         block: `zero_tp.evaluation` of the run's config.
         tokenizer: directory of the run's tokenizer.
         model_config: the model's Hugging Face config.
-        positions: tokens of the longest window or context. A run trains no position beyond its sequence length.
+        positions: tokens of the longest window or context. A run trains no position beyond its
+            sequence length.
     """
 
     def __init__(
-        self, block: Evaluation, tokenizer: Path | None, model_config: PretrainedConfig, positions: int
+        self,
+        block: Evaluation,
+        tokenizer: Path | None,
+        model_config: PretrainedConfig,
+        positions: int,
     ) -> None:
         if tokenizer is None:
-            raise UserError("zero_tp.evaluation.tasks: tasks need a tokenizer; set zero_tp.tokenizer to its directory")
+            raise UserError(
+                "zero_tp.evaluation.tasks: tasks need a tokenizer; set zero_tp.tokenizer to its "
+                "directory"
+            )
         include = Path(block.task_include_path) if block.task_include_path else None
         data = {task: Path(file) for task, file in block.task_data.items()}
         try:
-            self._tokenizer, self._model_config, self._positions = load_tokenizer(tokenizer), model_config, positions
+            self._tokenizer = load_tokenizer(tokenizer)
+            self._model_config = model_config
+            self._positions = positions
             check_tokenizer(self._tokenizer, model_config, tokenizer)
-            self._tasks = make_tasks(block.tasks, data, TaskOptions(limit=block.task_limit, include_path=include))
+            self._tasks = make_tasks(
+                block.tasks, data, TaskOptions(limit=block.task_limit, include_path=include)
+            )
             for task in self._tasks:
                 task.check(positions, self._tokenizer)
         except UserError as error:
             # The error names options of `zero-tp evaluate`.
-            message = f"zero_tp.evaluation.tasks: {error} (instead of --data, set zero_tp.evaluation.task_data)"
+            message = (
+                f"zero_tp.evaluation.tasks: {error} (instead of --data, set "
+                "zero_tp.evaluation.task_data)"
+            )
             raise UserError(message) from error
 
     def on_evaluate(self, state: TrainState) -> None:
         results = self.evaluate(state.engine, state.config.micro_batch)
         for task, metrics in results.items():
-            values = ", ".join(f"{name} {format_number(value)}" for name, value in metrics.items() if value is not None)
+            values = ", ".join(
+                f"{name} {format_number(value)}"
+                for name, value in metrics.items()
+                if value is not None
+            )
             state.print(f"{task} at step {state.step}: {values}")
-        flat = {f"{task}/{name}": value for task, metrics in results.items() for name, value in metrics.items()}
+        flat = {
+            f"{task}/{name}": value
+            for task, metrics in results.items()
+            for name, value in metrics.items()
+        }
         state.log({"step": state.step, **flat})
         gc.collect()  # thousands of lm-eval requests in reference cycles
 
-    def evaluate(self, engine: TrainingEngine, batch_size: int) -> dict[str, dict[str, float | None]]:
+    def evaluate(
+        self, engine: TrainingEngine, batch_size: int
+    ) -> dict[str, dict[str, float | None]]:
         """Return the metrics to log, by task. Collective."""
         model = EvalModel(
             ParallelScorer(engine.deepspeed_engine),

@@ -1,8 +1,8 @@
 """lm-eval's `LM` interface for an `EvalModel`, on every rank of its grid.
 
-`LMEvalModel` inherits tokenization, rolling windows and the post-processing of generated text from lm-eval's Hugging
-Face adapter. lm-eval sees a single process: every rank builds all requests, `EvalModel` distributes the batches over
-the data-parallel ranks, and every rank gets all answers.
+`LMEvalModel` inherits tokenization, rolling windows and the post-processing of generated text from
+lm-eval's Hugging Face adapter. lm-eval sees a single process: every rank builds all requests,
+`EvalModel` distributes the batches over the data-parallel ranks, and every rank gets all answers.
 """
 
 from __future__ import annotations
@@ -29,14 +29,19 @@ class LMEvalModel(HFLM):
     Attributes:
         tokens: number of tokens scored or generated so far.
         tokens_computed: number of tokens read by the model, without padding.
-        truncated: number of requests that were longer than the model's positions, or left no room for generated text.
-        computing: True while the model scores. It stays True after an error of the model, but not after one of a task.
+        truncated: number of requests that were longer than the model's positions, or left no room
+            for generated text.
+        computing: True while the model scores. It stays True after an error of the model, but not
+            after one of a task.
     """
 
     def __init__(self, model: EvalModel, title: str = ""):
         # Not the model itself: lm-eval would tie the weights of a live model again.
         facade = SimpleNamespace(
-            config=model.config, device=torch.device(model.device), name_or_path="", generate=self._generate
+            config=model.config,
+            device=torch.device(model.device),
+            name_or_path="",
+            generate=self._generate,
         )
         super().__init__(
             pretrained=facade,
@@ -45,11 +50,16 @@ class LMEvalModel(HFLM):
             max_length=model.positions,
             batch_size=sys.maxsize,  # `EvalModel` and `generate_until` form the batches
         )
-        self.eval_model, self.title, self.computing = model, title, False
+        self.eval_model = model
+        self.title = title
+        self.computing = False
         self.tokens = self.tokens_computed = self.truncated = 0
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, override_bs: Any = None
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: Any = None,
     ) -> list[tuple[float, bool]]:
         """Return (log-likelihood, is greedy) of each request (texts, context, continuation).
 
@@ -66,9 +76,14 @@ class LMEvalModel(HFLM):
         return [(-scores[row][choice].nll, scores[row][choice].greedy) for row, choice in places]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """Return each request's generated text, up to its stop sequences. A batch has requests of equal options."""
+        """Return each request's generated text, up to its stop sequences. A batch has requests
+        of equal options.
+        """
         if not callable(getattr(self.eval_model.module, "generate", None)):
-            raise UserError(f"{type(self.eval_model.module).__name__} can't generate text, which a task requests")
+            raise UserError(
+                f"{type(self.eval_model.module).__name__} can't generate text, which a task "
+                "requests"
+            )
         arguments = [request.args for request in requests]
         self.eval_model.require_same_requests([repr(arguments).encode()])
         order = Collator(
@@ -78,20 +93,26 @@ class LMEvalModel(HFLM):
             group_fn=lambda request: request[1],
         )
         batches = list(enumerate(order.get_batched(n=self.eval_model.batch_size)))
-        generated = self.eval_model.map_batches(self._generate_batch, batches, lambda batch: len(batch[1]), self.title)
+        generated = self.eval_model.map_batches(
+            self._generate_batch, batches, lambda batch: len(batch[1]), self.title
+        )
         texts = [text for batch in generated for text in batch]
         count = sum(len(self.tok_encode(text, add_special_tokens=False)) for text in texts)
         self.tokens += count
         self.tokens_computed += count
         for context, options in arguments:
             prompt = len(self.tok_encode(context))
-            limit = self.max_length - normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
+            limit = (
+                self.max_length - normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
+            )
             self.tokens_computed += min(prompt, limit)
             self.truncated += prompt > limit
         in_order: list[str] = order.get_original(texts)
         return in_order
 
-    def _generate_batch(self, numbered: tuple[int, Sequence[tuple[str, dict[str, Any]]]]) -> list[str]:
+    def _generate_batch(
+        self, numbered: tuple[int, Sequence[tuple[str, dict[str, Any]]]]
+    ) -> list[str]:
         number, batch = numbered
         torch.manual_seed(DEFAULT_OTHER_SEED + number)  # sampled text must not depend on the rank
         requests = [SimpleNamespace(args=arguments) for arguments in batch]
@@ -99,7 +120,9 @@ class LMEvalModel(HFLM):
         return texts
 
     def _generate(self, input_ids: torch.Tensor, max_length: int, **options: Any) -> torch.Tensor:
-        """Call the model's `generate`: [b, n] → [b, n + new]. `max_new_tokens` overrides the model's own setting."""
+        """Call the model's `generate`: [b, n] → [b, n + new]. `max_new_tokens` overrides the
+        model's own setting.
+        """
         generated: torch.Tensor = self.eval_model.module.generate(
             input_ids=input_ids,
             max_new_tokens=max_length - input_ids.shape[1],
@@ -115,11 +138,14 @@ def merge_single_tokens(rows: Sequence[Row]) -> tuple[list[Row], list[tuple[int,
     Returns:
         The merged rows, and for each input row the indices (merged row, score in it).
     """
-    merged: dict[bytes | int, tuple[Row, list[int]]] = {}  # a context's first row, and the tokens to score after it
+    merged: dict[
+        bytes | int, tuple[Row, list[int]]
+    ] = {}  # a context's first row, and the tokens to score after it
     places: list[tuple[bytes | int, int]] = []
     for number, row in enumerate(rows):
         key = row.tokens[:-1].tobytes() if row.scored == 1 else number
-        choices, token = merged.setdefault(key, (row, []))[1], int(row.tokens[-1])
+        choices = merged.setdefault(key, (row, []))[1]
+        token = int(row.tokens[-1])
         if token not in choices:
             choices.append(token)
         places.append((key, choices.index(token)))

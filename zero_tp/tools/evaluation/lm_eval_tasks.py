@@ -52,7 +52,9 @@ from zero_tp.tools.evaluation.task import (
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 BOOTSTRAP = 1000
-"""Bootstrap samples for standard errors without a formula; lm-eval's 100,000 take minutes in one process."""
+"""Bootstrap samples for standard errors without a formula; lm-eval's 100,000 take minutes in one
+process.
+"""
 
 LM_EVAL_TASKS = Path(lm_eval.tasks.__file__).parent
 NOT_METRICS = ("alias", "name", "sample_len", "sample_count")
@@ -61,7 +63,10 @@ MULTIPLE_CHOICE_CONFIG = {
     "output_type": "multiple_choice",
     "test_split": "test",
     **dict(zip(("doc_to_text", "doc_to_choice", "doc_to_target"), CHOICE_FIELDS, strict=True)),
-    "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")],
+    "metric_list": [
+        {"metric": name, "aggregation": "mean", "higher_is_better": True}
+        for name in ("acc", "acc_norm")
+    ],
 }
 IN_REPORT = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
 
@@ -75,7 +80,9 @@ def lm_eval_settings(*, sandbox: bool = False) -> Iterator[None]:
     Args:
         sandbox: see `task_files_as_data`.
     """
-    os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval's bootstrap would fork a process with open connections
+    os.environ["DISABLE_MULTIPROC"] = (
+        "1"  # lm-eval's bootstrap would fork a process with open connections
+    )
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
@@ -103,14 +110,16 @@ def _patched(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def task_files_as_data() -> Iterator[None]:
-    """Patch lm-eval so that other people's task files, and the files that they include, run no code.
+    """Patch lm-eval so that other people's task files, and the files that they include, run no
+    code.
 
-    A `!function` or a metric of another package raises a UserError. Templates run in jinja2's sandbox, because in
-    lm-eval's own environment a template can reach any Python.
+    A `!function` or a metric of another package raises a UserError. Templates run in jinja2's
+    sandbox, because in lm-eval's own environment a template can reach any Python.
     """
     environment = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters |= lm_eval.utils.env.filters
-    load_yaml, get_metric = _factory.load_yaml, lm_eval.api.task.get_metric
+    load_yaml = _factory.load_yaml
+    get_metric = lm_eval.api.task.get_metric
     remedy = "--allow-task-code (in Python allow_task_code=True) allows it, if you trust the source"
 
     def load_as_data(file: Path, **options: Any) -> Any:
@@ -127,7 +136,9 @@ def task_files_as_data() -> Iterator[None]:
 
     def get_own_metric(name: str, hf_evaluate_metric: bool = False) -> Any:
         if hf_evaluate_metric or name not in metric_registry:
-            raise UserError(f"the metric {shown(name)} is not one of lm-eval's and would run code; {remedy}")
+            raise UserError(
+                f"the metric {shown(name)} is not one of lm-eval's and would run code; {remedy}"
+            )
         return get_metric(name)
 
     with (
@@ -147,18 +158,24 @@ class LMEvalTask(Task):
     """
 
     def __init__(self, name: str, manager: TaskManager, options: TaskOptions, file: Path | None):
-        self.name, self.options = name, options
+        self.name = name
+        self.options = options
         self.sandbox = options.include_path is not None and not options.allow_task_code
         if file is not None and options.num_fewshot:
             raise UserError(
-                f"--data {name}={file}: it has no examples for --num-fewshot {options.num_fewshot}; use a task file "
+                f"--data {name}={file}: it has no examples for --num-fewshot "
+                f"{options.num_fewshot}; use a task file "
                 "with all splits and --include-path"
             )
         try:
             with lm_eval_settings(sandbox=self.sandbox):
-                self.loaded = manager.load([name]) if file is None else _load_with_file(name, manager, file)
+                self.loaded = (
+                    manager.load([name]) if file is None else _load_with_file(name, manager, file)
+                )
                 if not self.loaded["tasks"]:
-                    raise UserError("a group without tasks; write its tasks as a list: task: [NAME, ...]")
+                    raise UserError(
+                        "a group without tasks; write its tasks as a list: task: [NAME, ...]"
+                    )
                 self.likelihood_requests: list[tuple[str, str]] = []
                 for task in self.loaded["tasks"].values():
                     self.likelihood_requests += _likelihood_requests(task, options.limit)
@@ -166,37 +183,55 @@ class LMEvalTask(Task):
                 self.generated_tokens = max(map(_generated_tokens, self.loaded["tasks"].values()))
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
-        except Exception as error:  # datasets, huggingface_hub, jinja and a task's own code raise anything
+        except (
+            Exception
+        ) as error:  # datasets, huggingface_hub, jinja and a task's own code raise anything
             if file is not None:
-                require_fields(name, file, _fields_of(manager.task_index.get(name), allow_code=not self.sandbox))
+                require_fields(
+                    name,
+                    file,
+                    _fields_of(manager.task_index.get(name), allow_code=not self.sandbox),
+                )
             raise UserError(
-                f"{name}: lm-eval can't load it ({first_line(error)}); correct its task file or its data; without a "
-                f"network give the evaluated split's file, with all its fields, with --data {name}=FILE"
+                f"{name}: lm-eval can't load it ({first_line(error)}); correct its task file or "
+                "its data; without a "
+                "network give the evaluated split's file, with all its fields, with --data "
+                f"{name}=FILE"
             ) from error
 
     def check(self, positions: int, tokenizer: Any) -> None:
         check_continuations(self.name, self.likelihood_requests, positions, tokenizer)
         if self.generated_tokens >= positions:
             raise UserError(
-                f"{self.name}: it generates {self.generated_tokens:,} tokens, and the model's {positions:,} positions "
+                f"{self.name}: it generates {self.generated_tokens:,} tokens, and the model's "
+                f"{positions:,} positions "
                 "leave no room for a prompt; set generation_kwargs.max_gen_toks in its task file"
             )
 
     def _set_fewshot(self, task: Any) -> None:
-        """Set the number of examples as lm-eval's `simple_evaluate` does: 0 in a task file takes precedence."""
-        in_task_file, option = task.get_config("num_fewshot"), self.options.num_fewshot
+        """Set the number of examples as lm-eval's `simple_evaluate` does: 0 in a task file takes
+        precedence.
+        """
+        in_task_file = task.get_config("num_fewshot")
+        option = self.options.num_fewshot
         if option is not None and in_task_file != 0:
             task.set_config(key="num_fewshot", value=option)
         elif in_task_file is None:
             task.set_config(key="num_fewshot", value=0)
 
     def compute_metrics(self, model: EvalModel) -> dict[str, Any]:
-        """Compute the metrics, under lm-eval's names. `lm_eval` has the results for its `make_table`."""
+        """Compute the metrics, under lm-eval's names. `lm_eval` has the results for its
+        `make_table`.
+        """
         chat = self.options.apply_chat_template
         if chat and not model.tokenizer.chat_template:
-            raise UserError("--apply-chat-template: the model's tokenizer has no chat template; leave it out")
+            raise UserError(
+                "--apply-chat-template: the model's tokenizer has no chat template; leave it out"
+            )
         for task in self.loaded["tasks"].values():
-            task.set_fewshot_seed(DEFAULT_OTHER_SEED)  # an earlier evaluation advanced its generator
+            task.set_fewshot_seed(
+                DEFAULT_OTHER_SEED
+            )  # an earlier evaluation advanced its generator
         with lm_eval_settings(sandbox=self.sandbox), _refused_documents():
             lm = LMEvalModel(model, self.name)
             try:
@@ -211,12 +246,15 @@ class LMEvalTask(Task):
                 )
             except (UserError, MemoryError, torch.OutOfMemoryError):
                 raise
-            except Exception as error:  # jinja, metrics, filters and a task's own code raise anything
+            except (
+                Exception
+            ) as error:  # jinja, metrics, filters and a task's own code raise anything
                 # A RuntimeError may be a lost peer; the failing rank reports the cause.
                 if lm.computing or (model.topology.world > 1 and isinstance(error, RuntimeError)):
                     raise
                 raise UserError(
-                    f"{self.name}: lm-eval can't evaluate it ({first_line(error)}); correct its task file or its data"
+                    f"{self.name}: lm-eval can't evaluate it ({first_line(error)}); correct its "
+                    "task file or its data"
                 ) from error
         report = {key: results[key] for key in IN_REPORT if key in results}
         metrics = {
@@ -224,7 +262,11 @@ class LMEvalTask(Task):
             for name, values in (report["results"] | report.get("groups", {})).items()
         }
         # A tag, and a group without a mean, have only the metrics of their tasks.
-        task_metrics = {f"{name}/{key}": value for name, values in metrics.items() for key, value in values.items()}
+        task_metrics = {
+            f"{name}/{key}": value
+            for name, values in metrics.items()
+            for key, value in values.items()
+        }
         return {
             "data": {name: self._origin(task) for name, task in self.loaded["tasks"].items()},
             "metrics": metrics.get(self.name) or task_metrics,
@@ -237,7 +279,9 @@ class LMEvalTask(Task):
         }
 
     def metrics_to_log(self, result: Mapping[str, Any]) -> dict[str, float | None]:
-        """Return every metric but standard errors. `acc,none` becomes `acc`; other filters stay in the name."""
+        """Return every metric but standard errors. `acc,none` becomes `acc`; other filters stay
+        in the name.
+        """
         return {
             metric.removesuffix(",none"): value
             for metric, value in result["metrics"].items()
@@ -261,11 +305,17 @@ def _load_with_file(name: str, manager: TaskManager, file: Path) -> dict[str, An
         raise UserError("a group of tasks takes no file; give --data for its tasks")
     kind = file_format(file)
     loader = {"jsonl": "json", "txt": "text"}.get(kind, kind)  # of the datasets library
-    data = {"dataset_path": loader, "dataset_name": None, "dataset_kwargs": {"data_files": {config[split]: str(file)}}}
+    data = {
+        "dataset_path": loader,
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {config[split]: str(file)}},
+    }
     others = dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split"))
     task = {**others, split: config[split], "task": name, "num_fewshot": 0, **data}
     # In lm-eval, only a group can override keys of a task file.
-    spec = {"group": f"{name} of a file", "task": [task]} if entry else MULTIPLE_CHOICE_CONFIG | task
+    spec = (
+        {"group": f"{name} of a file", "task": [task]} if entry else MULTIPLE_CHOICE_CONFIG | task
+    )
     return {"tasks": manager.load([spec])["tasks"], "groups": {}, "group_map": {}}
 
 
@@ -298,11 +348,17 @@ def _generated_tokens(task: Any) -> int:
 
 
 def _fields_of(entry: Entry | None, *, allow_code: bool) -> list[str]:
-    """Return the document fields that a task file's templates, and with `allow_code` its functions, read; sorted."""
+    """Return the document fields that a task file's templates, and with `allow_code` its
+    functions, read; sorted.
+    """
     if entry is None:
         return list(CHOICE_FIELDS)
     config = _yaml_loader.load_yaml(entry.yaml_path, resolve_func=allow_code)
-    parts = ("process_docs",) if config.get("process_docs") else ("doc_to_text", "doc_to_target", "doc_to_choice")
+    parts = (
+        ("process_docs",)
+        if config.get("process_docs")
+        else ("doc_to_text", "doc_to_target", "doc_to_choice")
+    )
     fields = set[str]()
     for value in (config.get(part) for part in parts):
         if callable(value):  # fields as in `doc["question"]`
@@ -325,12 +381,15 @@ def _check_question(task: Any, document: Any) -> None:
     else:
         gold = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
     check_choices(choices, gold)
-    if (task.get_config("dataset_kwargs") or {}).get("data_files"):  # in lm-eval's own data sets, as lm-eval does
+    if (task.get_config("dataset_kwargs") or {}).get(
+        "data_files"
+    ):  # in lm-eval's own data sets, as lm-eval does
         check_texts(choices)
 
 
 def _likelihood_requests(task: Any, limit: int | None) -> Iterator[tuple[str, str]]:
-    """Yield (context, continuation) of each request for a continuation's likelihood, without few-shot examples.
+    """Yield (context, continuation) of each request for a continuation's likelihood, without
+    few-shot examples.
 
     All requests are built, so that a wrong document is reported before the model is loaded.
     """
@@ -338,13 +397,18 @@ def _likelihood_requests(task: Any, limit: int | None) -> Iterator[tuple[str, st
         try:
             _check_question(task, document)
             context = task.fewshot_context(document, num_fewshot=0)
-            requests = task.construct_requests(document, context, metadata=(task.task_name, number, 1))
+            requests = task.construct_requests(
+                document, context, metadata=(task.task_name, number, 1)
+            )
             for request in requests if isinstance(requests, list) else [requests]:
                 if not all(isinstance(argument, str | dict) for argument in request.args):
                     raise TypeError(f"a request is {shown(request.args)}, not text")
                 if request.request_type == "loglikelihood":
                     yield request.args
-        except Exception as error:  # jinja, lm-eval's own use of the values, and a task's own code raise anything
+        except (
+            Exception
+        ) as error:  # jinja, lm-eval's own use of the values, and a task's own code raise anything
             raise UserError(
-                f"document {number} of its data doesn't fit its task file ({first_line(error)}); correct either"
+                f"document {number} of its data doesn't fit its task file ({first_line(error)}); "
+                "correct either"
             ) from error

@@ -17,7 +17,12 @@ from zero_tp.data.tokenizer_fingerprint import read_fingerprint
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint.directory import check_sizes, is_run
 from zero_tp.run.checkpoint.find import RunCheckpoint, find_checkpoint, verify_checkpoint
-from zero_tp.run.checkpoint.run_tokenizer import REMEDY, check_run_tokenizer, find_run_tokenizer, uncompared_tokenizer
+from zero_tp.run.checkpoint.run_tokenizer import (
+    REMEDY,
+    check_run_tokenizer,
+    find_run_tokenizer,
+    uncompared_tokenizer,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +32,17 @@ if TYPE_CHECKING:
 
 
 FIRST_POSITION_AFTER_PADDING = {
-    *("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "mpnet", "roberta"),
+    *(
+        "camembert",
+        "data2vec-text",
+        "esm",
+        "ibert",
+        "lilt",
+        "longformer",
+        "luke",
+        "mpnet",
+        "roberta",
+    ),
     *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 """Model types whose first token has the position pad_token_id + 1."""
@@ -41,7 +56,9 @@ def usable_positions(config: PretrainedConfig) -> int | None:
     return positions - (config.pad_token_id or 0) - 1
 
 
-def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | None = None) -> ModelDirectory:
+def open_directory(
+    path: Path, *, allow_pickle: bool = False, tokenizer: Path | None = None
+) -> ModelDirectory:
     """Find the files of a model in a directory or by its name on the Hugging Face hub.
 
     Args:
@@ -50,22 +67,29 @@ def open_directory(path: Path, *, allow_pickle: bool = False, tokenizer: Path | 
     """
     path = resolve(path, "--model", allow_pickle=allow_pickle)
     if not path.is_dir():
-        raise UserError(f"--model {path}: {'not a directory' if path.exists() else 'no such directory'}")
+        raise UserError(
+            f"--model {path}: {'not a directory' if path.exists() else 'no such directory'}"
+        )
     if is_run(path):
         checkpoint = find_checkpoint(path)
         check_sizes(checkpoint.path, checkpoint.manifest.files)
         tokenizer = find_run_tokenizer(tokenizer, checkpoint)
         if tokenizer is None:
-            raise UserError(f"--model {path}: the run has no tokenizer; give one with --tokenizer DIR")
+            raise UserError(
+                f"--model {path}: the run has no tokenizer; give one with --tokenizer DIR"
+            )
         notes = checkpoint.notes + uncompared_tokenizer(tokenizer, checkpoint)
         return ModelDirectory(checkpoint.path, checkpoint, tokenizer, note="; ".join(notes))
     if not (path / "config.json").is_file():
         raise UserError(
-            f"--model {path}: no config.json and no complete checkpoint there; give a Hugging Face directory, "
+            f"--model {path}: no config.json and no complete checkpoint there; give a Hugging Face "
+            "directory, "
             "a run, or RUN/checkpoints/step_N"
         )
     find_weights(path, allow_pickle)
-    return ModelDirectory(path, None, resolve_tokenizer(tokenizer, None) or path, allow_pickle=allow_pickle)
+    return ModelDirectory(
+        path, None, resolve_tokenizer(tokenizer, None) or path, allow_pickle=allow_pickle
+    )
 
 
 @dataclass(frozen=True)
@@ -101,14 +125,17 @@ class ModelDirectory:
         architecture = ARCHITECTURES.get(config.model_type)
         if architecture is not None and not architecture.causal:
             raise UserError(
-                f"{self.path}: {config.model_type} is an encoder, not a causal language model; it can neither continue "
+                f"{self.path}: {config.model_type} is an encoder, not a causal language model; it "
+                "can neither continue "
                 "a text nor run these tasks; an encoder's training run logs its masked accuracy"
             )
         return config
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer; UserError if it is not the model's, or the model cannot use it (`check_tokenizer`)."""
+        """Return the tokenizer; UserError if it is not the model's, or the model cannot use it
+        (`check_tokenizer`).
+        """
         from zero_tp.data.tokenizer_files import open_tokenizer
 
         config = self.config  # before the tokenizer, which transformers opens with it
@@ -126,11 +153,14 @@ class ModelDirectory:
         positions = usable_positions(self.config.get_text_config())
         if positions is not None and positions < 1:
             raise UserError(
-                f"{self.path}: its max_position_embeddings leave {positions} positions; at least 1 is needed"
+                f"{self.path}: its max_position_embeddings leave {positions} positions; at least 1 "
+                "is needed"
             )
         length = positions if requested is None else requested
         if length is None:
-            raise UserError(f"{self.path}: its config has no max_position_embeddings; give --sequence-length")
+            raise UserError(
+                f"{self.path}: its config has no max_position_embeddings; give --sequence-length"
+            )
         if positions is not None and length > positions:
             raise UserError(f"--sequence-length {length:,}: the model has {positions:,} positions")
         return length
@@ -144,13 +174,21 @@ class ModelDirectory:
         batch_size: int = 8,
         sequence_length: int | None = None,
     ) -> EvalModel:
-        """Load the model: with TP and from checkpoints as zero_tp's class, else as transformers' own."""
+        """Load the model: with TP and from checkpoints as zero_tp's class, else as transformers'
+        own.
+        """
         import torch
 
         from zero_tp.model.huggingface import ZeroTPForCausalLM
-        from zero_tp.tools.evaluation.eval_model import EvalModel, HuggingFaceScorer, ParallelScorer, Scorer
+        from zero_tp.tools.evaluation.eval_model import (
+            EvalModel,
+            HuggingFaceScorer,
+            ParallelScorer,
+            Scorer,
+        )
 
-        topology, tokenizer = topology or Topology(), self.tokenizer
+        topology = topology or Topology()
+        tokenizer = self.tokenizer
         positions = self.sequence_length(sequence_length)
         model = self.load_module(getattr(torch, dtype), device, topology).eval()
         scorer: Scorer
@@ -170,8 +208,11 @@ class ModelDirectory:
             topology=topology,
         )
 
-    def load_module(self, dtype: torch.dtype | Literal["auto"], device: str, topology: Topology) -> Any:
-        """Load the module alone. "auto": the dtype of a Hugging Face directory's weights, fp32 for a checkpoint.
+    def load_module(
+        self, dtype: torch.dtype | Literal["auto"], device: str, topology: Topology
+    ) -> Any:
+        """Load the module alone. "auto": the dtype of a Hugging Face directory's weights, fp32 for
+        a checkpoint.
 
         Each rank reads only its own slices.
         """
@@ -218,7 +259,9 @@ class ModelDirectory:
         return model
 
     def _check_causal(self, model: Any, positions: int) -> None:
-        """Check that a token does not change the logits before it, as in an XLM whose config lacks `causal`."""
+        """Check that a token does not change the logits before it, as in an XLM whose config
+        lacks `causal`.
+        """
         import torch
 
         vocabulary = self.config.get_text_config().vocab_size
@@ -227,23 +270,31 @@ class ModelDirectory:
         with torch.no_grad():
             first, second = model(rows[:, :positions], use_cache=False).logits[:, 0].float()
         # Rounding may differ between the rows of a batch.
-        if (first - second).abs().max() > math.sqrt(torch.finfo(model.dtype).eps) * first.abs().max():
+        if (first - second).abs().max() > math.sqrt(
+            torch.finfo(model.dtype).eps
+        ) * first.abs().max():
             raise UserError(
-                f"{self.path}: a token of this {type(model).__name__} sees those after it; give a model that predicts "
+                f"{self.path}: a token of this {type(model).__name__} sees those after it; give a "
+                "model that predicts "
                 "the next token"
             )
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, path: Path) -> None:
+def check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, path: Path
+) -> None:
     """Check that a causal model can use the tokenizer of `path`."""
     if not len(tokenizer):
         raise UserError(f"{path}: it has no tokenizer")
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-        raise UserError(f"{path}: its tokenizer has neither a bos nor an eos token to put before a text")
+        raise UserError(
+            f"{path}: its tokenizer has neither a bos nor an eos token to put before a text"
+        )
     vocabulary = config.get_text_config().vocab_size
     largest = max(len(tokenizer) - 1, *tokenizer.get_vocab().values())
     if largest >= vocabulary:
         raise UserError(
-            f"{path}: its tokenizer has {len(tokenizer):,} tokens with ids up to {largest:,}, the model only "
+            f"{path}: its tokenizer has {len(tokenizer):,} tokens with ids up to {largest:,}, the "
+            "model only "
             f"{vocabulary:,}; give the model's own tokenizer"
         )

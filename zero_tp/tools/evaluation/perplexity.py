@@ -1,11 +1,13 @@
-"""Perplexity of a text under a causal language model, by sliding windows; WikiText-103's as in arXiv 1909.08053.
+"""Perplexity of a text under a causal language model, by sliding windows; WikiText-103's as in
+arXiv 1909.08053.
 
-Each document is scored separately, after the tokenizer's bos token (eos if it has none). So every token is a target, as
-in training, where an eos precedes each document.
+Each document is scored separately, after the tokenizer's bos token (eos if it has none). So every
+token is a target, as in training, where an eos precedes each document.
 
-Windows of s tokens advance by o tokens: a stride, which arXiv 1909.08053, appendix E.1, calls the overlap. The first
-window scores all its targets, each later one only its last o, which have at least s - o tokens of context. With o = s
-each token is read once; with o = 1 every token but the first s has the longest context, at s times the cost.
+Windows of s tokens advance by o tokens: a stride, which arXiv 1909.08053, appendix E.1, calls the
+overlap. The first window scores all its targets, each later one only its last o, which have at
+least s - o tokens of context. With o = s each token is read once; with o = 1 every token but the
+first s has the longest context, at s times the cost.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from zero_tp.base.errors import UserError
 from zero_tp.run import metrics
 from zero_tp.tools.evaluation.rows import Row, Tokens, prefix_token
 from zero_tp.tools.evaluation.settings import TaskOptions
-from zero_tp.tools.evaluation.task import Origin, Task, read_hub_test_split, read_texts, require_lm_eval
+from zero_tp.tools.evaluation.task import (
+    Origin,
+    Task,
+    read_hub_test_split,
+    read_texts,
+    require_lm_eval,
+)
 
 if TYPE_CHECKING:
     from zero_tp.tools.evaluation.eval_model import EvalModel
@@ -32,7 +40,9 @@ WIKITEXT_TEST_TOKENS = 245_566
 
 
 def sliding_windows(tokens: Tokens, sequence_length: int, overlap: int) -> Iterator[Row]:
-    """Yield rows that together score each of `tokens[1:]` exactly once; `tokens[0]` is context only."""
+    """Yield rows that together score each of `tokens[1:]` exactly once; `tokens[0]` is context
+    only.
+    """
     assert 1 <= overlap <= sequence_length
     targets = len(tokens) - 1
     start, scored = 0, 0  # the window reads tokens [start, start + s); `scored` targets are done
@@ -44,20 +54,27 @@ def sliding_windows(tokens: Tokens, sequence_length: int, overlap: int) -> Itera
 
 
 def perplexity(
-    documents: Iterable[str], model: EvalModel, *, overlap: int | None = None, title: str = "perplexity"
+    documents: Iterable[str],
+    model: EvalModel,
+    *,
+    overlap: int | None = None,
+    title: str = "perplexity",
 ) -> dict[str, Any]:
-    """Return the perplexity of `documents`, each scored separately, in windows of the model's positions.
+    """Return the perplexity of `documents`, each scored separately, in windows of the model's
+    positions.
 
-    Collective: every rank passes the same documents. Memory: 8 bytes per token of all documents, and one batch.
+    Collective: every rank passes the same documents. Memory: 8 bytes per token of all documents,
+    and one batch.
 
     Args:
         overlap: the stride o, from 1 to s; by default s.
         title: the progress bar's.
 
     Returns:
-        `nll`, the summed negative log-likelihood in nats; its divisors `tokens`, `words`, `characters` (code points)
-        and `bytes` (UTF-8); `documents` with tokens; `windows`; `tokens_computed`, read by the model without padding;
-        and the quotients. Only those per token depend on the tokenizer.
+        `nll`, the summed negative log-likelihood in nats; its divisors `tokens`, `words`,
+        `characters` (code points) and `bytes` (UTF-8); `documents` with tokens; `windows`;
+        `tokens_computed`, read by the model without padding; and the quotients. Only those per
+        token depend on the tokenizer.
     """
     counts = dict.fromkeys(("tokens", "words", "characters", "bytes", "documents"), 0)
     rows: list[Row] = []
@@ -97,29 +114,37 @@ class PerplexityTask(Task):
 
     def __init__(self, file: Path | None, options: TaskOptions):
         if file is None:
-            raise UserError("perplexity needs a text: --data perplexity=FILE (.txt or .jsonl, each also .gz)")
+            raise UserError(
+                "perplexity needs a text: --data perplexity=FILE (.txt or .jsonl, each also .gz)"
+            )
         self.documents, self.origin = read_texts(file, options.text_key, options.limit)
         self.overlap = options.overlap
 
     def check(self, positions: int, tokenizer: Any) -> None:
         if self.overlap is not None and not 1 <= self.overlap <= positions:
-            raise UserError(f"--overlap {self.overlap}: from 1 to the window's {positions:,} tokens")
+            raise UserError(
+                f"--overlap {self.overlap}: from 1 to the window's {positions:,} tokens"
+            )
 
     def compute_metrics(self, model: EvalModel) -> dict[str, Any]:
         result = perplexity(self.documents, model, overlap=self.overlap, title=self.name)
         return {"data": self.origin, "overlap": self.overlap or model.positions, **result}
 
 
-# --- WikiText-103 -----------------------------------------------------------------------------------------------------
+# --- WikiText-103 ---------------------------------------------------------------------------------
 
 
 def original_tokens(text: str) -> int:
-    """Return T_o, the tokens between single spaces; the file has spaces around line breaks, so those are tokens too."""
+    """Return T_o, the tokens between single spaces; the file has spaces around line breaks, so
+    those are tokens too.
+    """
     return len(text.strip().split(" "))
 
 
 def detokenize(text: str) -> str:
-    """Return the text before WikiText's tokenization, by lm-eval's function, which follows Megatron-LM's steps."""
+    """Return the text before WikiText's tokenization, by lm-eval's function, which follows
+    Megatron-LM's steps.
+    """
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
     detokenized: str = wikitext_detokenizer({"page": text})
@@ -127,16 +152,21 @@ def detokenize(text: str) -> str:
 
 
 def wikitext_split(path: Path | None, text_key: str) -> tuple[str, Origin]:
-    """Read the tokenized text of one split: a file with one text, or the test split from the hub."""
+    """Read the tokenized text of one split: a file with one text, or the test split from the
+    hub.
+    """
     if path is not None:
         texts, origin = read_texts(path, text_key)
         if len(texts) > 1:
             raise UserError(
-                f"{path}: {len(texts):,} texts, but wikitext103 is one; give the split's original file, such as "
+                f"{path}: {len(texts):,} texts, but wikitext103 is one; give the split's original "
+                "file, such as "
                 "wiki.test.tokens renamed to .txt"
             )
         return texts[0], origin
-    records, origin = read_hub_test_split("wikitext103", "Salesforce/wikitext", "wikitext-103-v1", "wiki.test.tokens")
+    records, origin = read_hub_test_split(
+        "wikitext103", "Salesforce/wikitext", "wikitext-103-v1", "wiki.test.tokens"
+    )
     # The hub's lines are the file's, except that blank lines lack their space.
     text = "".join(record["text"] or " \n" for record in records)
     if original_tokens(text) != WIKITEXT_TEST_TOKENS:
@@ -150,9 +180,10 @@ def wikitext_split(path: Path | None, text_key: str) -> tuple[str, Origin]:
 class WikitextTask(PerplexityTask):
     """WikiText-103's perplexity as in arXiv 1909.08053 (section 5.2, appendix E.1).
 
-    The tokenized text is detokenized and scored in overlapping windows. The NLL is divided by T_o, the tokens of the
-    original file (`perplexity`); by T_o - 1, as the paper's released code does (`perplexity_released_code`); and by T,
-    the sub-words (`perplexity_subword`). The released code does not score the first sub-word; this task does.
+    The tokenized text is detokenized and scored in overlapping windows. The NLL is divided by T_o,
+    the tokens of the original file (`perplexity`); by T_o - 1, as the paper's released code does
+    (`perplexity_released_code`); and by T, the sub-words (`perplexity_subword`). The released code
+    does not score the first sub-word; this task does.
     """
 
     name = "wikitext103"
@@ -161,7 +192,8 @@ class WikitextTask(PerplexityTask):
     def __init__(self, file: Path | None, options: TaskOptions):
         require_lm_eval("the detokenizer of wikitext103")
         text, self.origin = wikitext_split(file, options.text_key)
-        self.documents, self.original_tokens = [detokenize(text)], original_tokens(text)
+        self.documents = [detokenize(text)]
+        self.original_tokens = original_tokens(text)
         self.overlap = options.overlap or WIKITEXT_OVERLAP
 
     def compute_metrics(self, model: EvalModel) -> dict[str, Any]:
@@ -172,7 +204,11 @@ class WikitextTask(PerplexityTask):
             "perplexity_subword": result["tokens"],
         }
         perplexities = {
-            name: metrics.perplexity(result["nll"] / count) if count else None for name, count in divisors.items()
+            name: metrics.perplexity(result["nll"] / count) if count else None
+            for name, count in divisors.items()
         }
-        shared = {name: result[name] for name in ("data", "overlap", "nll", "tokens", "windows", "tokens_computed")}
+        shared = {
+            name: result[name]
+            for name in ("data", "overlap", "nll", "tokens", "windows", "tokens_computed")
+        }
         return {**shared, "original_tokens": self.original_tokens, **perplexities}

@@ -35,34 +35,44 @@ class Row:
 
 def prefix_token(tokenizer: Any) -> int:
     """Return the token before a text: bos, or eos if the tokenizer has no bos."""
-    token: int = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    token: int = (
+        tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    )
     return token
 
 
 def encode_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[int], list[int]]:
     """Tokenize (context, continuation) as lm-eval does.
 
-    Both are tokenized together and split after as many tokens as the context alone has. Spaces between them belong
-    to the continuation. The context gets the tokenizer's special tokens; an empty one becomes the prefix token.
+    Both are tokenized together and split after as many tokens as the context alone has. Spaces
+    between them belong to the continuation. The context gets the tokenizer's special tokens; an
+    empty one becomes the prefix token.
     """
     stripped = context.rstrip()
     continuation = context[len(stripped) :] + continuation
     if not stripped:
-        return [prefix_token(tokenizer)], tokenizer.encode(continuation, add_special_tokens=False, verbose=False)
+        return [prefix_token(tokenizer)], tokenizer.encode(
+            continuation, add_special_tokens=False, verbose=False
+        )
     both = tokenizer.encode(stripped + continuation, verbose=False)
     before = tokenizer.encode(stripped, verbose=False)
     return before, both[len(before) :]
 
 
-def check_continuations(task: str, pairs: Iterable[tuple[str, str]], positions: int, tokenizer: Any) -> None:
-    """Raise a UserError if a model of `positions` tokens can't score a continuation; see `continuation_rows`.
+def check_continuations(
+    task: str, pairs: Iterable[tuple[str, str]], positions: int, tokenizer: Any
+) -> None:
+    """Raise a UserError if a model of `positions` tokens can't score a continuation; see
+    `continuation_rows`.
 
-    Only continuations that may be empty or too long are tokenized: a character has at most 4 bytes, a token at least 1.
+    Only continuations that may be empty or too long are tokenized: a character has at most 4 bytes,
+    a token at least 1.
     """
     doubtful = (
         (context, continuation)
         for context, continuation in pairs
-        if not continuation.strip() or 4 * (len(context + continuation) - len(context.rstrip())) > positions
+        if not continuation.strip()
+        or 4 * (len(context + continuation) - len(context.rstrip())) > positions
     )
     try:
         continuation_rows((encode_pair(tokenizer, *pair) for pair in doubtful), positions)
@@ -70,20 +80,25 @@ def check_continuations(task: str, pairs: Iterable[tuple[str, str]], positions: 
         raise UserError(f"{task}: {error}") from error
 
 
-def continuation_rows(pairs: Iterable[tuple[Sequence[int], Sequence[int]]], positions: int) -> tuple[list[Row], int]:
-    """Make rows that score each continuation after its context, truncated on the left to `positions` input tokens.
+def continuation_rows(
+    pairs: Iterable[tuple[Sequence[int], Sequence[int]]], positions: int
+) -> tuple[list[Row], int]:
+    """Make rows that score each continuation after its context, truncated on the left to
+    `positions` input tokens.
 
     Returns:
         The rows, and how many were truncated.
     """
-    rows, truncated = [], 0
+    rows = []
+    truncated = 0
     for context, continuation in pairs:
         if not len(continuation) or not len(context):
             part = "context" if len(continuation) else "continuation"
             raise UserError(f"a {part} has no token; give another text or tokenizer")
         if len(continuation) > positions:
             raise UserError(
-                f"a continuation of {len(continuation):,} tokens is longer than the model's {positions:,} positions; "
+                f"a continuation of {len(continuation):,} tokens is longer than the model's "
+                f"{positions:,} positions; "
                 "use a longer sequence length, or leave out that example"
             )
         tokens = np.array([*context, *continuation], dtype=np.int64)

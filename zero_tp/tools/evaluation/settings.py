@@ -26,18 +26,26 @@ class TaskOptions:
         metavar="N",
     )
     limit: int | None = option(None, "only the first N examples of each task", metavar="N")
-    num_fewshot: int | None = option(None, "examples before each question of lm-eval's tasks", metavar="N")
-    include_path: Path | None = option(None, "a directory with lm-eval task files (.yaml)", metavar="DIR")
-    allow_task_code: bool = option(False, "let task files of --include-path run Python; only if you trust them")
+    num_fewshot: int | None = option(
+        None, "examples before each question of lm-eval's tasks", metavar="N"
+    )
+    include_path: Path | None = option(
+        None, "a directory with lm-eval task files (.yaml)", metavar="DIR"
+    )
+    allow_task_code: bool = option(
+        False, "let task files of --include-path run Python; only if you trust them"
+    )
     apply_chat_template: bool = option(
         False,
-        "format the requests of lm-eval's tasks by the tokenizer's chat template, examples as turns of their own",
+        "format the requests of lm-eval's tasks by the tokenizer's chat template, examples as "
+        "turns of their own",
         "--apply-chat-template",
         "--apply_chat_template",
     )
     log_samples: bool = option(
         False,
-        "write each request of lm-eval's tasks with its answer next to --output, as JSON lines for each task",
+        "write each request of lm-eval's tasks with its answer next to --output, as JSON lines for "
+        "each task",
         "--log-samples",
         "--log_samples",
     )
@@ -45,7 +53,8 @@ class TaskOptions:
     def check(self) -> None:
         """Raise a UserError for a number that is out of range."""
         for name, one in options_of(type(self)).items():
-            value, minimum = getattr(self, name), MINIMUM.get(name)
+            value = getattr(self, name)
+            minimum = MINIMUM.get(name)
             if minimum is None or value is None or minimum <= value <= MAXIMUM:
                 continue
             flag = one.all_flags(name)[0]
@@ -61,10 +70,16 @@ class EvaluationSettings(TaskOptions):
         None, "tokens of a window, with its context (default: the model's maximum)", metavar="N"
     )
     dtype: str = option("float32", "float32, bfloat16 or float16 (default: float32)")
-    device: str | None = option(None, "such as cpu or cuda:0 (default: cuda if there is one, else cpu)")
+    device: str | None = option(
+        None, "such as cpu or cuda:0 (default: cuda if there is one, else cpu)"
+    )
     tensor_parallel: int = option(1, "ranks, of those launched, that share one model", metavar="T")
-    tokenizer: Path | None = option(None, "another tokenizer's directory or hub name", metavar="DIR")
-    allow_pickle: bool = option(False, "read pickled weights if there are no safetensors; only if you trust them")
+    tokenizer: Path | None = option(
+        None, "another tokenizer's directory or hub name", metavar="DIR"
+    )
+    allow_pickle: bool = option(
+        False, "read pickled weights if there are no safetensors; only if you trust them"
+    )
 
     def check_ranks(self, world: int) -> None:
         """Check the settings for `world` ranks."""
@@ -77,4 +92,6 @@ class EvaluationSettings(TaskOptions):
                 f"rank{'s' if world > 1 else ''}; deepspeed --num_accelerators N starts N"
             )
         if world > 1 and self.device not in (None, "cuda", "cpu"):
-            raise UserError(f"--device {self.device}: with several ranks cuda or cpu; each rank uses its own")
+            raise UserError(
+                f"--device {self.device}: with several ranks cuda or cpu; each rank uses its own"
+            )

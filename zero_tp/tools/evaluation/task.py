@@ -24,14 +24,18 @@ if TYPE_CHECKING:
 Origin = dict[str, Any]
 """The source of a task's data in a report: the path or data set, and a SHA-256."""
 
-MULTIPLE_CHOICE, CHOICE_FIELDS = "multiple_choice", ("query", "choices", "gold")
+MULTIPLE_CHOICE = "multiple_choice"
+CHOICE_FIELDS = ("query", "choices", "gold")
 """The task that evaluates a user's file of questions, and the fields of that file."""
 
 
 def require_lm_eval(what: str) -> None:
     """Check that the optional lm-eval is installed, without importing it, which takes seconds."""
     if find_spec("lm_eval") is None:
-        raise UserError(f"{what} needs lm-eval, which is not installed: pip install -c constraints.txt -e .[eval]")
+        raise UserError(
+            f"{what} needs lm-eval, which is not installed: pip install -c constraints.txt -e "
+            ".[eval]"
+        )
 
 
 class Task(ABC):
@@ -49,7 +53,9 @@ class Task(ABC):
         """Raise a UserError if the options or the data don't fit a model of `positions` tokens."""
 
     def run(self, model: EvalModel) -> dict[str, Any]:
-        """Return the metrics as JSON values. Collective. Only rank 0 has bootstrapped standard errors."""
+        """Return the metrics as JSON values. Collective. Only rank 0 has bootstrapped standard
+        errors.
+        """
         result: dict[str, Any] = as_json(self.compute_metrics(model))
         return result
 
@@ -57,7 +63,8 @@ class Task(ABC):
     def compute_metrics(self, model: EvalModel) -> dict[str, Any]:
         """Compute the metrics and counts of the report.
 
-        Every task has `data` (its origin), `tokens` (scored) and `tokens_computed` (read by the model without padding).
+        Every task has `data` (its origin), `tokens` (scored) and `tokens_computed` (read by the
+        model without padding).
         """
 
     def metrics_to_log(self, result: Mapping[str, Any]) -> dict[str, float | None]:
@@ -66,9 +73,13 @@ class Task(ABC):
 
 
 def as_json(value: Any) -> Any:
-    """Return JSON values: None for a number that isn't finite, `str` of objects that JSON has no type for."""
+    """Return JSON values: None for a number that isn't finite, `str` of objects that JSON has no
+    type for.
+    """
     return to_jsonable_python(
-        value, inf_nan_mode="null", fallback=lambda other: other.item() if isinstance(other, np.generic) else str(other)
+        value,
+        inf_nan_mode="null",
+        fallback=lambda other: other.item() if isinstance(other, np.generic) else str(other),
     )
 
 
@@ -100,21 +111,36 @@ def require_fields(task: str, file: Path, wanted: Sequence[str]) -> None:
     fields = list(next((record for _, record in read_objects(file)), {}))
     if lacking := [field for field in wanted if field not in fields]:
         others = ", ".join(CHOICE_FIELDS)
-        hint = "" if task == MULTIPLE_CHOICE else f", or give a file with {others} as --tasks {MULTIPLE_CHOICE}"
+        hint = (
+            ""
+            if task == MULTIPLE_CHOICE
+            else f", or give a file with {others} as --tasks {MULTIPLE_CHOICE}"
+        )
         raise UserError(
-            f"--data {task}={file}: no field {lacking[0]}: {task} reads {', '.join(wanted)}, the file has "
+            f"--data {task}={file}: no field {lacking[0]}: {task} reads {', '.join(wanted)}, the "
+            "file has "
             f"{', '.join(fields) or 'none'}; rename its fields{hint}"
         )
 
 
-def read_hub_test_split(task: str, repository: str, name: str, file: str) -> tuple[list[dict[str, Any]], Origin]:
-    """Read the test split of a data set from the hub or its cache. The error names `task` and `file` for --data."""
+def read_hub_test_split(
+    task: str, repository: str, name: str, file: str
+) -> tuple[list[dict[str, Any]], Origin]:
+    """Read the test split of a data set from the hub or its cache. The error names `task` and
+    `file` for --data.
+    """
     datasets = import_optional("datasets", f"{task} without --data {task}=FILE ({file})", "eval")
     try:
         records = list(datasets.load_dataset(repository, name, split="test"))
     except Exception as error:  # datasets and huggingface_hub raise a dozen types
         raise UserError(
-            f"{task}: {repository} can't be loaded from the Hugging Face hub ({first_line(error)}); give the file with "
+            f"{task}: {repository} can't be loaded from the Hugging Face hub "
+            f"({first_line(error)}); give the file with "
             f"--data {task}=FILE ({file})"
         ) from error
-    return records, {"dataset": repository, "name": name, "split": "test", "sha256": hash_records(records)}
+    return records, {
+        "dataset": repository,
+        "name": name,
+        "split": "test",
+        "sha256": hash_records(records),
+    }

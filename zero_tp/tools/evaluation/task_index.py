@@ -14,7 +14,9 @@ from zero_tp.base.weight_files import is_regular
 
 
 def open_task_directory(path: Path) -> TaskManager:
-    """Index the task files of `--include-path`, without lm-eval's own. A file that lm-eval would skip is refused."""
+    """Index the task files of `--include-path`, without lm-eval's own. A file that lm-eval would
+    skip is refused.
+    """
     if not path.is_dir():
         raise UserError(f"--include-path {path}: no such directory")
     index: dict[str, Entry] = {}
@@ -36,14 +38,18 @@ def open_task_directory(path: Path) -> TaskManager:
 
 
 def _check_names(config: Mapping[str, Any], index: Mapping[str, Entry]) -> None:
-    """Check that a task, group and tag of the directory have different names: lm-eval evaluates one of them."""
+    """Check that a task, group and tag of the directory have different names: lm-eval evaluates
+    one of them.
+    """
     kind = "group" if "group" in config and "class" not in config else "task"
     if isinstance(name := config.get(kind), str) and name in index:
         raise UserError(f"another file has the {_kind(index[name])} {shown(name)} already")
     tags = config.get("tag") or [] if kind == "task" else []
     for tag in [tags] if isinstance(tags, str) else tags:
         if isinstance(tag, str) and tag in index and index[tag].kind is not Kind.TAG:
-            raise UserError(f"its tag {shown(tag)} is the name of a {_kind(index[tag])} in another file")
+            raise UserError(
+                f"its tag {shown(tag)} is the name of a {_kind(index[tag])} in another file"
+            )
 
 
 def _kind(entry: Entry) -> str:
@@ -52,7 +58,8 @@ def _kind(entry: Entry) -> str:
 
 
 def find_task_manager(names: Sequence[str], directory: TaskManager | None) -> TaskManager:
-    """Return the directory's index if it has all `names` as tasks, else one with lm-eval's tasks too (takes seconds).
+    """Return the directory's index if it has all `names` as tasks, else one with lm-eval's tasks
+    too (takes seconds).
 
     Groups and tags always get the larger index, because they may name lm-eval's tasks.
     """
@@ -68,7 +75,9 @@ def find_task_manager(names: Sequence[str], directory: TaskManager | None) -> Ta
 
 
 class _IndexedManager(TaskManager):
-    """A TaskManager of an index that exists already: reading lm-eval's files again takes seconds."""
+    """A TaskManager of an index that exists already: reading lm-eval's files again takes
+    seconds.
+    """
 
     def __init__(self, index: dict[str, Entry], include_path: Any) -> None:
         super().__init__(include_defaults=False)
@@ -85,15 +94,19 @@ def _names_of(index: Mapping[str, Entry], *kinds: Kind) -> list[str]:
 
 
 def _check_tags(directory: TaskManager, defaults: Mapping[str, Entry]) -> None:
-    """Check that the directory's tags hide none of lm-eval's: lm-eval would replace all tasks of a tag.
+    """Check that the directory's tags hide none of lm-eval's: lm-eval would replace all tasks of a
+    tag.
 
     A tag that has every task of lm-eval's tag hides nothing.
     """
     for tag in directory.all_tags:
-        own, other = directory.task_index[tag], defaults.get(tag)
+        own = directory.task_index[tag]
+        other = defaults.get(tag)
         if other is None or (other.kind is Kind.TAG and other.tags <= own.tags):
             continue
         raise UserError(
-            f"--include-path {directory.include_path}: the tag {shown(tag)} of {', '.join(sorted(own.tags))} is the "
-            f"name of a {_kind(other)} of lm-eval, which would be replaced as a whole; give the tag another name"
+            f"--include-path {directory.include_path}: the tag {shown(tag)} of "
+            f"{', '.join(sorted(own.tags))} is the "
+            f"name of a {_kind(other)} of lm-eval, which would be replaced as a whole; give the "
+            "tag another name"
         )

@@ -1,7 +1,7 @@
 """Zero-shot evaluation: its settings, the table of tasks, and `evaluate`, which runs them.
 
-Options, files and the data of zero_tp's own tasks are checked before torch, transformers or lm-eval are imported, which
-takes up to half a minute.
+Options, files and the data of zero_tp's own tasks are checked before torch, transformers or lm-eval
+are imported, which takes up to half a minute.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from zero_tp.tools.evaluation.lambada import LambadaTask
 from zero_tp.tools.evaluation.model_directory import open_directory
 from zero_tp.tools.evaluation.perplexity import PerplexityTask, WikitextTask
 from zero_tp.tools.evaluation.settings import EvaluationSettings, TaskOptions
-from zero_tp.tools.evaluation.task import CHOICE_FIELDS, MULTIPLE_CHOICE, Task, as_json, require_lm_eval
+from zero_tp.tools.evaluation.task import (
+    CHOICE_FIELDS,
+    MULTIPLE_CHOICE,
+    Task,
+    as_json,
+    require_lm_eval,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +43,9 @@ def multiple_choice(file: Path | None, options: TaskOptions) -> Task:
     """Make a multiple-choice task of lm-eval from a file alone."""
     needed = ", ".join(CHOICE_FIELDS)
     if file is None:
-        raise UserError(f"{MULTIPLE_CHOICE} needs JSON lines with {needed}: --data {MULTIPLE_CHOICE}=FILE")
+        raise UserError(
+            f"{MULTIPLE_CHOICE} needs JSON lines with {needed}: --data {MULTIPLE_CHOICE}=FILE"
+        )
     require_lm_eval(MULTIPLE_CHOICE)
     check_choice_file(file)
     from zero_tp.tools.evaluation.lm_eval_tasks import LMEvalTask, TaskManager
@@ -95,19 +103,32 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
     options.check()
     check_files(data[name] for name in names if name in data)
     if options.limit is not None and set(names) == {WikitextTask.name}:
-        raise UserError(f"--limit {options.limit}: {WikitextTask.name} is one text; leave the limit out")
+        raise UserError(
+            f"--limit {options.limit}: {WikitextTask.name} is one text; leave the limit out"
+        )
     directory: TaskManager | None = None
     if options.include_path is not None:
         require_lm_eval("--include-path")
         from zero_tp.tools.evaluation.task_index import open_task_directory
 
         directory = open_task_directory(options.include_path)
-    own = [name for name in OWN_TASKS if name in names and not (directory and name in directory.task_index)]
-    kinds = {name if name in own and name != MULTIPLE_CHOICE else ANY_LM_EVAL_TASK for name in names}
+    own = [
+        name
+        for name in OWN_TASKS
+        if name in names and not (directory and name in directory.task_index)
+    ]
+    kinds = {
+        name if name in own and name != MULTIPLE_CHOICE else ANY_LM_EVAL_TASK for name in names
+    }
     for option, allowed in OPTION_TASKS.items():
-        if kinds.isdisjoint(allowed) and getattr(options, option) not in (0, getattr(TaskOptions, option)):
+        if kinds.isdisjoint(allowed) and getattr(options, option) not in (
+            0,
+            getattr(TaskOptions, option),
+        ):
             flag = f"--{option.replace('_', '-')}"
-            raise UserError(f"{flag}: {', '.join(names)}: for {' and '.join(allowed)} only; leave it out")
+            raise UserError(
+                f"{flag}: {', '.join(names)}: for {' and '.join(allowed)} only; leave it out"
+            )
     tasks = {name: OWN_TASKS[name](data.get(name), options) for name in own}
     if others := [name for name in names if name not in own]:
         require_lm_eval("a task other than zero_tp's own")
@@ -147,13 +168,18 @@ def evaluate(
     settings.check_ranks(world)
     for name, file in data.items():
         if name not in names:
-            raise UserError(f"--data {name}={file}: {name!r} is not among --tasks {','.join(names)}")
-    directory = open_directory(model, allow_pickle=settings.allow_pickle, tokenizer=settings.tokenizer)
+            raise UserError(
+                f"--data {name}={file}: {name!r} is not among --tasks {','.join(names)}"
+            )
+    directory = open_directory(
+        model, allow_pickle=settings.allow_pickle, tokenizer=settings.tokenizer
+    )
     tasks = make_tasks(names, data, settings)
     length = directory.sequence_length(settings.sequence_length)
     for task in tasks:
         task.check(length, directory.tokenizer)
-    topology, device = Topology(), _choose_device(settings.device, world)
+    topology = Topology()
+    device = _choose_device(settings.device, world)
     if environment is not None and world > 1:
         from zero_tp.run.process.connect import connect
 
@@ -161,7 +187,9 @@ def evaluate(
         environment.export()
         topology, own_device = connect(environment, device, settings.tensor_parallel)
         device = str(own_device)
-    loaded = directory.load(settings.dtype, device, topology, batch_size=settings.batch_size, sequence_length=length)
+    loaded = directory.load(
+        settings.dtype, device, topology, batch_size=settings.batch_size, sequence_length=length
+    )
     if world > 1:
         check_same_weights(loaded.module, topology, directory.path)
     return {
@@ -175,7 +203,8 @@ def evaluate(
             "vocabulary_size": len(directory.tokenizer),
         },
         "settings": as_json(
-            asdict(settings) | {"sequence_length": length, "device": device, "data_parallel": topology.data}
+            asdict(settings)
+            | {"sequence_length": length, "device": device, "data_parallel": topology.data}
         ),
         "versions": versions(PACKAGES),
         "tasks": {task.name: _timed(task, loaded) for task in tasks},
@@ -183,7 +212,8 @@ def evaluate(
 
 
 def check_same_weights(model: nn.Module, topology: Topology, path: Path) -> None:
-    """Check that all ranks have loaded the same model: directories may differ between machines. Collective.
+    """Check that all ranks have loaded the same model: directories may differ between machines.
+    Collective.
 
     It compares the first elements of each parameter over DP, and replicated parameters over TP.
 
@@ -219,7 +249,9 @@ def _choose_device(requested: str | None, world: int) -> str:
 
 
 def _timed(task: Task, model: EvalModel) -> dict[str, Any]:
-    """Run the task; return its metrics with `seconds`, and tokens scored and computed per second."""
+    """Run the task; return its metrics with `seconds`, and tokens scored and computed per
+    second.
+    """
     started = time.perf_counter()
     result = task.run(model)
     seconds = time.perf_counter() - started

@@ -1,7 +1,9 @@
-"""Send logged values to accelerate's trackers under the run's name, with its config; a resumed run continues there.
+"""Send logged values to accelerate's trackers under the run's name, with its config; a resumed run
+continues there.
 
-One adapter serves DeepSpeed's monitor blocks and `zero_tp.logging.trackers`. DeepSpeed's engine does not get the
-blocks: its own monitor writes only the learning rate, names no run and starts a second one on a resume.
+One adapter serves DeepSpeed's monitor blocks and `zero_tp.logging.trackers`. DeepSpeed's engine
+does not get the blocks: its own monitor writes only the learning rate, names no run and starts a
+second one on a resume.
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ from zero_tp.run.config import RunConfig
 from zero_tp.run.metrics_file import append_line
 
 RUN_IDS = "monitors.json"
-"""File in the run directory with the id that each service gave the run. A resumed run continues under this id."""
+"""File in the run directory with the id that each service gave the run. A resumed run continues
+under this id.
+"""
 PROJECT = "zero_tp"
-CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR = 10.0, 1.0
+CLOSE_SECONDS = 10.0
+CLOSE_SECONDS_AFTER_ERROR = 1.0
 MAX_QUEUED = 10_000
 """Most lines that wait for a tracker: a service that never answers must not fill the memory."""
 _RUN_IDS_LOCK = threading.Lock()  # each tracker is opened by a thread of its own
@@ -62,9 +67,14 @@ class RunInfo:
         return config
 
     def parameters(self) -> dict[str, Any]:
-        """Return `public_config` with dotted keys; values that are no strings or numbers are written as JSON."""
+        """Return `public_config` with dotted keys; values that are no strings or numbers are
+        written as JSON.
+        """
         parameters = leaves(self.public_config())
-        return {key: value if isinstance(value, (str, int, float)) else json.dumps(value) for key, value in parameters}
+        return {
+            key: value if isinstance(value, (str, int, float)) else json.dumps(value)
+            for key, value in parameters
+        }
 
     def saved_id(self, name: str) -> str | None:
         """Return the id that any earlier start in this run directory has saved."""
@@ -86,8 +96,10 @@ class Service:
 
     Attributes:
         package: to install; also the tracker's name in accelerate.
-        arguments: maps (run, options, id of the resumed run) to the tracker's arguments, of which None is left out.
-        run_id: reads the run's id from the service's own object; if None, a resumed run is a new run of the service.
+        arguments: maps (run, options, id of the resumed run) to the tracker's arguments, of which
+            None is left out.
+        run_id: reads the run's id from the service's own object; if None, a resumed run is a new
+            run of the service.
         setup: called at each start; if None, the first start stores the config as parameters.
         finite_only: drop values that are not finite. ClearML would write 0 for NaN.
         step_is_value: log "step" as a value, because W&B drops the repeated steps of a resumed run.
@@ -108,13 +120,19 @@ class Tracker:
         """Open the tracker; `name` is its name, or its block's, in the config."""
         from accelerate import tracking
 
-        # accelerate's own logger needs accelerate's state, which would choose a device and set thread counts.
+        # accelerate's own logger needs accelerate's state, which would choose a device and set
+        # thread counts.
         logger: Any = logging.getLogger(tracking.__name__)
-        logger.warning_once, tracking.logger = logger.warning, logger
-        run_id = run.saved_id(name) if run.step else None  # a start from step 0 is a new run of the service
+        logger.warning_once = logger.warning
+        tracking.logger = logger
+        run_id = (
+            run.saved_id(name) if run.step else None
+        )  # a start from step 0 is a new run of the service
         arguments = service.arguments(run, options, run_id)
         # Comet's `run_name` has no default.
-        arguments = {key: value for key, value in arguments.items() if value is not None or key == "run_name"}
+        arguments = {
+            key: value for key, value in arguments.items() if value is not None or key == "run_name"
+        }
         tracker = tracking.LOGGER_TYPE_TO_CLASS[service.package](**arguments)
         tracker.main_process_only = False  # only rank 0 opens it
         tracker.start()
@@ -124,7 +142,8 @@ class Tracker:
             tracker.store_init_configuration(run.parameters())
         if service.run_id is not None:
             run.save_run_id(name, service.run_id(tracker.tracker))
-        self._tracker, self._service = tracker, service
+        self._tracker = tracker
+        self._service = service
 
     def log(self, values: Values, step: int) -> None:
         if self._service.finite_only:
@@ -155,7 +174,11 @@ def _log_config_as_text(tracker: Any, run: RunInfo, block: Options) -> None:
 
 def _wandb(run: RunInfo, block: Options, run_id: str | None) -> dict[str, Any]:
     return {
-        **{"run_name": block.get("project", "deepspeed"), "group": block.get("group"), "entity": block.get("team")},
+        **{
+            "run_name": block.get("project", "deepspeed"),
+            "group": block.get("group"),
+            "entity": block.get("team"),
+        },
         **{"name": run.name, "dir": str(run.directory), "config": run.public_config()},
         **{"id": run_id, "resume": run_id and "allow"},
     }
@@ -180,18 +203,26 @@ def _name_experiment(tracker: Any, run: RunInfo, block: Options) -> None:
 def _clearml(run: RunInfo, options: Options, run_id: str | None) -> dict[str, Any]:
     """Give each start a task of its own, without hooks in argparse and torch.
 
-    ClearML sends values from a thread. By default it forks a process, which would survive a killed rank and keep open
-    the sockets that the rank's peers wait on.
+    ClearML sends values from a thread. By default it forks a process, which would survive a killed
+    rank and keep open the sockets that the rank's peers wait on.
     """
     from clearml.config import config_obj
 
     config_obj.set_overrides({"sdk": {"development": {"report_use_subprocess": False}}})
     hooks = {"auto_connect_arg_parser": False, "auto_connect_frameworks": False}
-    return {"run_name": PROJECT, "task_name": run.name, "reuse_last_task_id": False, **hooks, **options}
+    return {
+        "run_name": PROJECT,
+        "task_name": run.name,
+        "reuse_last_task_id": False,
+        **hooks,
+        **options,
+    }
 
 
 def _dvclive(run: RunInfo, options: Options, run_id: str | None) -> dict[str, Any]:
-    """Give each run its own directory: DVCLive deletes other runs' files. In it, dvc.yaml would grow with each step."""
+    """Give each run its own directory: DVCLive deletes other runs' files. In it, dvc.yaml would
+    grow with each step.
+    """
     paths = {"dir": str(run.directory / "dvclive"), "dvcyaml": str(run.directory / "dvc.yaml")}
     return {**paths, "exp_name": run.name, "resume": True if run_id else None, **options}
 
@@ -205,7 +236,12 @@ BLOCKS = {
 SERVICES = {
     "mlflow": Service(
         "mlflow",
-        lambda run, options, run_id: {"experiment_name": PROJECT, "run_name": run.name, "run_id": run_id, **options},
+        lambda run, options, run_id: {
+            "experiment_name": PROJECT,
+            "run_name": run.name,
+            "run_id": run_id,
+            **options,
+        },
         lambda run: run.info.run_id,
     ),
     "aim": Service(
@@ -218,7 +254,12 @@ SERVICES = {
     "swanlab": Service(
         "swanlab",
         lambda run, options, run_id: {
-            **{"run_name": PROJECT, "experiment_name": run.name, "id": run_id, "resume": run_id and "allow"},
+            **{
+                "run_name": PROJECT,
+                "experiment_name": run.name,
+                "id": run_id,
+                "resume": run_id and "allow",
+            },
             **options,
         },
         lambda run: run.id,
@@ -238,30 +279,47 @@ SERVICES = {
 class CsvFiles:
     """Write one file of lines `step,value` for each value, named as DeepSpeed's monitor names them.
 
-    Lines after the step that a run resumes from are removed: those steps are trained again. Another run's files are
-    refused; the file `run_id` names the run that the directory belongs to.
+    Lines after the step that a run resumes from are removed: those steps are trained again. Another
+    run's files are refused; the file `run_id` names the run that the directory belongs to.
     """
 
     def __init__(self, block: Options, run: RunInfo) -> None:
-        self.directory = Path(block.get("output_path") or run.directory / "csv", block.get("job_name") or run.name)
+        self.directory = Path(
+            block.get("output_path") or run.directory / "csv", block.get("job_name") or run.name
+        )
         self.directory.mkdir(parents=True, exist_ok=True)
-        owner, run_id = self.directory / "run_id", run.saved_id("csv_monitor") or uuid.uuid4().hex
+        owner = self.directory / "run_id"
+        run_id = run.saved_id("csv_monitor") or uuid.uuid4().hex
         if owner.exists() and owner.read_text() != run_id:
-            raise UserError(f"{self.directory} has another run's values; set another job_name, or remove it")
+            raise UserError(
+                f"{self.directory} has another run's values; set another job_name, or remove it"
+            )
         write_atomically(owner, run_id)
         run.save_run_id("csv_monitor", run_id)
         for path in filter(Path.is_file, self.directory.glob("*.csv")):
             lines = path.read_text(errors="replace").splitlines(keepends=True)
-            header, *rows = [line.rstrip("\n").split(",") for line in lines if line.endswith("\n")] or [[]]
-            if len(header) != 2 or header[0] != "step" or not path.name.endswith(_file_name(header[1])):
+            header, *rows = [
+                line.rstrip("\n").split(",") for line in lines if line.endswith("\n")
+            ] or [[]]
+            if (
+                len(header) != 2
+                or header[0] != "step"
+                or not path.name.endswith(_file_name(header[1]))
+            ):
                 continue  # not written by this class
-            rows = [row for row in rows if len(row) == 2 and row[0].isdecimal() and int(row[0]) <= run.step]
+            rows = [
+                row
+                for row in rows
+                if len(row) == 2 and row[0].isdecimal() and int(row[0]) <= run.step
+            ]
             write_atomically(path, "".join(f"{','.join(row)}\n" for row in (header, *rows)))
 
     def log(self, values: Values, step: int) -> None:
         for name, value in values.items():
             path = self.directory / _file_name(name)
-            header = "" if path.exists() and path.stat().st_size else f"step,{name.rsplit('/', 1)[-1]}\n"
+            header = (
+                "" if path.exists() and path.stat().st_size else f"step,{name.rsplit('/', 1)[-1]}\n"
+            )
             append_line(path, f"{header}{step},{value}\n".encode())
 
     def finish(self) -> None:
@@ -276,7 +334,9 @@ OpenTracker = Callable[[RunInfo], Tracker | CsvFiles]
 
 
 def trackers_of(config: RunConfig) -> dict[str, tuple[str | None, OpenTracker]]:
-    """Return the trackers of a run by their keys in the config: the package that each needs, and how it is opened."""
+    """Return the trackers of a run by their keys in the config: the package that each needs, and
+    how it is opened.
+    """
     raw = config.resolved()
     trackers: dict[str, tuple[str | None, OpenTracker]] = {
         name: (service.package, partial(Tracker, name, service, raw[name]))
@@ -287,7 +347,10 @@ def trackers_of(config: RunConfig) -> dict[str, tuple[str | None, OpenTracker]]:
         trackers["csv_monitor"] = None, partial(CsvFiles, raw["csv_monitor"])
     for name, options in config.zero_tp.logging.trackers.items():
         service = SERVICES[name]
-        trackers[f"zero_tp.logging.trackers.{name}"] = service.package, partial(Tracker, name, service, options)
+        trackers[f"zero_tp.logging.trackers.{name}"] = (
+            service.package,
+            partial(Tracker, name, service, options),
+        )
     return trackers
 
 
@@ -295,11 +358,16 @@ def check_installed(config: RunConfig) -> None:
     """Check that the packages of the run's trackers are installed, without importing them."""
     for key, (package, _) in trackers_of(config).items():
         if package is not None and find_spec(package) is None:
-            raise ConfigError(key, f"the package {package} is not installed", f"pip install {package}, or leave it out")
+            raise ConfigError(
+                key,
+                f"the package {package} is not installed",
+                f"pip install {package}, or leave it out",
+            )
 
 
 class TrackerThread(threading.Thread):
-    """Open a tracker and log to it in the background: a service that does not answer must not block a step.
+    """Open a tracker and log to it in the background: a service that does not answer must not block
+    a step.
 
     Args:
         key: in the config.
@@ -310,19 +378,31 @@ class TrackerThread(threading.Thread):
         queue: (values, step) to log; None ends the thread after the queued values.
     """
 
-    def __init__(self, key: str, open_tracker: Callable[[], Tracker | CsvFiles], report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        key: str,
+        open_tracker: Callable[[], Tracker | CsvFiles],
+        report: Callable[[str], None],
+    ) -> None:
         super().__init__(name=f"tracker {key}", daemon=True)
-        self.key, self._open, self._report = key, open_tracker, report
+        self.key = key
+        self._open = open_tracker
+        self._report = report
         self._has_failed = self._has_dropped = False
         self.queue: queue.SimpleQueue[tuple[Values, int] | None] = queue.SimpleQueue()
 
     def log(self, values: Values, step: int) -> None:
-        """Queue values for the tracker, or drop them and report the first time if MAX_QUEUED lines wait."""
+        """Queue values for the tracker, or drop them and report the first time if MAX_QUEUED
+        lines wait.
+        """
         if self.queue.qsize() < MAX_QUEUED:
             self.queue.put((values, step))
         elif not self._has_dropped:
             self._has_dropped = True
-            self._report(f"{self.key} does not answer: values are lost from step {step} on; training continues")
+            self._report(
+                f"{self.key} does not answer: values are lost from step {step} on; training "
+                "continues"
+            )
 
     def run(self) -> None:
         with self._tolerate():
@@ -334,17 +414,23 @@ class TrackerThread(threading.Thread):
 
     @contextlib.contextmanager
     def _tolerate(self) -> Iterator[None]:
-        """Report the first error and continue. Each library has its own error classes, and some call `sys.exit`."""
+        """Report the first error and continue. Each library has its own error classes, and some
+        call `sys.exit`.
+        """
         try:
             yield
         except (Exception, SystemExit) as error:
             if not self._has_failed:
                 self._has_failed = True
-                self._report(f"{self.key} failed ({one_line(first_line(error), 300)}); training continues")
+                self._report(
+                    f"{self.key} failed ({one_line(first_line(error), 300)}); training continues"
+                )
 
 
 class Trackers(Callback):
-    """Send each line of metrics.jsonl to the trackers that the config names, on rank 0. Nulls are left out."""
+    """Send each line of metrics.jsonl to the trackers that the config names, on rank 0. Nulls
+    are left out.
+    """
 
     def on_start(self, state: TrainState) -> None:
         self._threads: list[TrackerThread] = []
@@ -355,12 +441,16 @@ class Trackers(Callback):
                 self._threads[-1].start()
 
     def on_log(self, state: TrainState, values: Metrics) -> None:
-        numbers = {name: value for name, value in values.items() if value is not None and name != "step"}
+        numbers = {
+            name: value for name, value in values.items() if value is not None and name != "step"
+        }
         for thread in filter(TrackerThread.is_alive, self._threads):
             thread.log(numbers, int(values["step"] or 0))
 
     def on_end(self, state: TrainState) -> None:
-        """Close all trackers together within 10 s. A failed run waits 1 s: its error is printed afterwards."""
+        """Close all trackers together within 10 s. A failed run waits 1 s: its error is printed
+        afterwards.
+        """
         seconds = CLOSE_SECONDS if state.error is None else CLOSE_SECONDS_AFTER_ERROR
         deadline = time.monotonic() + seconds
         for thread in self._threads:
@@ -369,4 +459,7 @@ class Trackers(Callback):
             thread.join(max(0.0, deadline - time.monotonic()))
         for thread in self._threads:
             if thread.is_alive():
-                state.print(f"{thread.key}: not done {seconds:.0f} s after the run; its last values are lost")
+                state.print(
+                    f"{thread.key}: not done {seconds:.0f} s after the run; its last values are "
+                    "lost"
+                )

@@ -1,14 +1,16 @@
 """Dry run: one rank's forward and backward of the real model code on fake tensors, without data.
 
-Fake tensors have shapes but no memory, and collectives of fake groups return at once. tracking.py records when each
-storage is allocated and freed, which gives the bytes of real tensors. Model states and ZeRO's buffers come from
-zero.py, because DeepSpeed's engine does not run on fake tensors.
+Fake tensors have shapes but no memory, and collectives of fake groups return at once. tracking.py
+records when each storage is allocated and freed, which gives the bytes of real tensors. Model
+states and ZeRO's buffers come from zero.py, because DeepSpeed's engine does not run on fake
+tensors.
 
-Layers take the same bytes if they and their neighbours have the same window, MLP and recomputation. So the dry run
-executes a few representative layers and repeats their bytes for all L layers.
+Layers take the same bytes if they and their neighbours have the same window, MLP and recomputation.
+So the dry run executes a few representative layers and repeats their bytes for all L layers.
 
-A plan for a CPU uses fake "cpu" tensors: the meta device would decompose attention and count its scores. A plan for an
-accelerator uses tensors of a simulated one (tools/planning/simulated_accelerator.py).
+A plan for a CPU uses fake "cpu" tensors: the meta device would decompose attention and count its
+scores. A plan for an accelerator uses tensors of a simulated one
+(tools/planning/simulated_accelerator.py).
 """
 
 from __future__ import annotations
@@ -39,15 +41,21 @@ from zero_tp.model.recompute.stores import MAX_COPIES_OUT
 from zero_tp.parallel.elementwise import ElementwiseOps, set_training_elementwise
 from zero_tp.parallel.topology import Topology
 from zero_tp.tools.planning.plan_settings import Workload
-from zero_tp.tools.planning.simulated_accelerator import has_real_device, run_isolated, simulated_accelerator
+from zero_tp.tools.planning.simulated_accelerator import (
+    has_real_device,
+    run_isolated,
+    simulated_accelerator,
+)
 from zero_tp.tools.planning.tracking import MemorySample, join_parts, measure
 
 
-def dry_run(config: PretrainedConfig, workload: Workload, *, all_layers: bool = False) -> list[MemorySample]:
+def dry_run(
+    config: PretrainedConfig, workload: Workload, *, all_layers: bool = False
+) -> list[MemorySample]:
     """Return the bytes after each allocation of one micro-batch, forward and backward, in order.
 
-    They leave out the buffer of `contiguous_memory_optimization` (M_D), which outlives the micro-batch: it is in
-    `Workload.activation_checkpoint_bytes`.
+    They leave out the buffer of `contiguous_memory_optimization` (M_D), which outlives the
+    micro-batch: it is in `Workload.activation_checkpoint_bytes`.
 
     Args:
         all_layers: run all layers instead of representative ones.
@@ -57,9 +65,15 @@ def dry_run(config: PretrainedConfig, workload: Workload, *, all_layers: bool = 
     return _dry_run_here(config, workload, all_layers)
 
 
-def _dry_run_here(config: PretrainedConfig, workload: Workload, all_layers: bool) -> list[MemorySample]:
+def _dry_run_here(
+    config: PretrainedConfig, workload: Workload, all_layers: bool
+) -> list[MemorySample]:
     """Run in this process, which for a plan of an accelerator must not use a real one."""
-    with fake_micro_batch(config, workload, all_layers=all_layers) as (model, batch, representatives):
+    with fake_micro_batch(config, workload, all_layers=all_layers) as (
+        model,
+        batch,
+        representatives,
+    ):
         parts = measure(model, batch)
     return join_parts(parts, representatives)
 
@@ -68,7 +82,8 @@ def _dry_run_here(config: PretrainedConfig, workload: Workload, all_layers: bool
 def fake_micro_batch(
     config: PretrainedConfig, workload: Workload, *, all_layers: bool
 ) -> Iterator[tuple[ParallelModel, AnyBatch, list[int]]]:
-    """Yield one rank's model and micro-batch of fake tensors, and for each layer the number of its representative.
+    """Yield one rank's model and micro-batch of fake tensors, and for each layer the number of its
+    representative.
 
     Args:
         all_layers: each layer represents itself.
@@ -78,24 +93,35 @@ def fake_micro_batch(
         if not workload.cpu:
             device = stack.enter_context(simulated_accelerator(varlen=workload.varlen))
         stack.enter_context(torch.random.fork_rng([]))
-        # Run backward in this thread: autograd starts no thread for a device registered after the first backward.
+        # Run backward in this thread: autograd starts no thread for a device registered after the
+        # first backward.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(FakeTensorMode())
         spec = architecture_of(config).spec(config)
         recomputed = workload.policy.recomputed_layers(spec.layers)
-        if workload.policy.keep_micro_batches:  # the micro-batch that keeps all its activations has the peak
+        if (
+            workload.policy.keep_micro_batches
+        ):  # the micro-batch that keeps all its activations has the peak
             recomputed = range(0)
         windows_and_mlps = enumerate(zip(spec.windows, spec.mlps, strict=True))
-        kinds = [LayerKind(window, mlp, number in recomputed) for number, (window, mlp) in windows_and_mlps]
+        kinds = [
+            LayerKind(window, mlp, number in recomputed)
+            for number, (window, mlp) in windows_and_mlps
+        ]
         reach = MAX_COPIES_OUT if workload.offloads_checkpoints else 1
         executed = kinds if all_layers else representative_layers(kinds, reach)
-        numbers = {context: number for number, context in enumerate(layer_contexts(executed, reach))}
+        numbers = {
+            context: number for number, context in enumerate(layer_contexts(executed, reach))
+        }
         contexts = enumerate(layer_contexts(kinds, reach))
-        representatives = [number if all_layers else numbers[context] for number, context in contexts]
+        representatives = [
+            number if all_layers else numbers[context] for number, context in contexts
+        ]
         rotary = spec.rotary
         if rotary is not None and workload.documents:  # fake positions have no maximum
             rotary = replace(rotary, by_length=False)
-        windows, mlps = tuple(kind.window for kind in executed), tuple(kind.mlp for kind in executed)
+        windows = tuple(kind.window for kind in executed)
+        mlps = tuple(kind.mlp for kind in executed)
         options: dict[str, Any] = {"pack": pack_single_tokens} if spec.causal else {}
         model_class: type[ParallelModel] = CausalLM if spec.causal else MaskedLM
         model = model_class(
@@ -168,11 +194,13 @@ def fake_tp_topology(tensor: int, sequence: bool) -> Topology:
     return topology
 
 
-# ---- representative layers -------------------------------------------------------------------------------------------
+# ---- representative layers -----------------------------------------------------------------------
 
 
 class LayerKind(NamedTuple):
-    """The properties of a layer that change its bytes: its attention window, its MLP, and whether it recomputes."""
+    """The properties of a layer that change its bytes: its attention window, its MLP, and
+    whether it recomputes.
+    """
 
     window: int | None
     mlp: str
@@ -182,13 +210,13 @@ class LayerKind(NamedTuple):
 def layer_contexts(kinds: Sequence[LayerKind], reach: int = 1) -> list[tuple[Any, ...]]:
     """Return for each layer everything that its bytes depend on.
 
-    This is its kind, the kinds of its neighbours, and whether it is the first layer with its window: in backward that
-    layer is the last to free the window's mask.
+    This is its kind, the kinds of its neighbours, and whether it is the first layer with its
+    window: in backward that layer is the last to free the window's mask.
 
     Args:
-        reach: a recomputing layer depends on at most so many recomputing layers before and after it. With
-            `cpu_checkpointing` its checkpoint is copied to the host while the next layers run, and is fetched one layer
-            ahead in backward.
+        reach: a recomputing layer depends on at most so many recomputing layers before and after
+            it. With `cpu_checkpointing` its checkpoint is copied to the host while the next layers
+            run, and is fetched one layer ahead in backward.
     """
     neighbours: list[LayerKind | None] = [None, *kinds, None]
     windows = [kind.window for kind in kinds]

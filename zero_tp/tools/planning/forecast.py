@@ -15,7 +15,8 @@ from zero_tp.tools.planning.plan_report import PHASES
 
 
 class MemoryForecast(Callback):
-    """Print the planned peak memory of rank 0 before the first step, and the measured peak at the end.
+    """Print the planned peak memory of rank 0 before the first step, and the measured peak at the
+    end.
 
     On the CPU the measured peak includes libraries.
     """
@@ -30,16 +31,23 @@ class MemoryForecast(Callback):
         try:
             state.print(self.describe_plan(state.config, state.engine.device.type))
         except Exception as error:  # a failure of the planner must not end a run
-            state.print(f"plan: none; the planner failed: {type(error).__name__}: {first_line(error)}")
+            state.print(
+                f"plan: none; the planner failed: {type(error).__name__}: {first_line(error)}"
+            )
 
     def describe_plan(self, config: RunConfig, device_type: str) -> str:
         """Plan the run and return the line that is printed at its start."""
         cpu = device_type == "cpu"
-        point = rank_memory(config, cpu=cpu, varlen=cpu or runs_varlen(_current_device(device_type))).peak
+        point = rank_memory(
+            config, cpu=cpu, varlen=cpu or runs_varlen(_current_device(device_type))
+        ).peak
         self._planned = point.total + (point.host if cpu else 0.0)
         self._resident_before = resident_gib() if cpu else 0.0
         host = f", and {in_gib(point.host)} GiB of host memory" if point.host and not cpu else ""
-        return f"plan: at most {in_gib(self._planned)} GiB of tensors a rank, in {PHASES[point.phase]}{host}"
+        return (
+            f"plan: at most {in_gib(self._planned)} GiB of tensors a rank, in "
+            f"{PHASES[point.phase]}{host}"
+        )
 
     def on_end(self, state: TrainState) -> None:
         if self._planned is None or state.error is not None:
@@ -48,7 +56,8 @@ class MemoryForecast(Callback):
         measured = memory_gib(device_type)
         if device_type == "cpu":
             state.print(
-                f"memory: {in_gib(self._planned)} GiB of tensors planned; the process held {measured:.2f} GiB at most, "
+                f"memory: {in_gib(self._planned)} GiB of tensors planned; the process held "
+                f"{measured:.2f} GiB at most, "
                 f"{self._resident_before:.2f} of them before the first step"
             )
         else:

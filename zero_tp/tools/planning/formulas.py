@@ -1,10 +1,11 @@
 """Count activations, model states and communication by the papers' formulas.
 
-Notation: s sequence, b micro-batch, h hidden, a heads, L layers, v vocabulary, t TP size, N_d data-parallel size,
-Ψ parameters. Sizes are in bytes; activations have 16 bits unless e says otherwise.
+Notation: s sequence, b micro-batch, h hidden, a heads, L layers, v vocabulary, t TP size, N_d
+data-parallel size, Ψ parameters. Sizes are in bytes; activations have 16 bits unless e says
+otherwise.
 
-Activations that one rank keeps of one transformer layer (arXiv 2205.05198, section 4 and table 2), for 16-bit
-activations, masks of one byte, an MLP of 4h and dropout everywhere:
+Activations that one rank keeps of one transformer layer (arXiv 2205.05198, section 4 and table 2),
+for 16-bit activations, masks of one byte, an MLP of 4h and dropout everywhere:
 
 | bytes | what | split over t |
 | --- | --- | --- |
@@ -16,9 +17,9 @@ activations, masks of one byte, an MLP of 4h and dropout everywhere:
 | 2sbh | input of the output projection | always |
 | 16sbh | input and output of the MLP's activation | always |
 
-The first three lines are the paper's 10, the others its 24 + 5as/h. Like the paper, this leaves out the norms'
-statistics (16sb in fp32 on accelerators, under SP 16sb/t), the states of random generators, a mask that all layers
-share, and the layer's output (the next one's input).
+The first three lines are the paper's 10, the others its 24 + 5as/h. Like the paper, this leaves out
+the norms' statistics (16sb in fp32 on accelerators, under SP 16sb/t), the states of random
+generators, a mask that all layers share, and the layer's output (the next one's input).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from zero_tp.tools.planning.plan_settings import Workload
 
 @dataclass(frozen=True)
 class Layer:
-    """One rank's part of a layer. The defaults are the papers': 16 bits, mlp_size = 4h, kv_heads = a, dropout.
+    """One rank's part of a layer. The defaults are the papers': 16 bits, mlp_size = 4h, kv_heads =
+    a, dropout.
 
     Attributes:
         s, b, h, a: sequence, batch of one micro-batch, hidden, attention heads.
@@ -43,7 +45,8 @@ class Layer:
         head_size, kv_heads, mlp_size: d, k and f; None: h/a, a and 4h.
         gated: the MLP multiplies its activation's output by a second product of its input.
         residual_dropout, attention_dropout: whether there is any.
-        recomputed_norms: number of norms whose outputs `selective` recomputes if its modules include "norm".
+        recomputed_norms: number of norms whose outputs `selective` recomputes if its modules
+            include "norm".
     """
 
     s: int
@@ -102,7 +105,9 @@ class Layer:
 
     @property
     def mlp(self) -> float:
-        """Return the elements of the MLP's activation on this rank: sbf/t, with the papers' sizes 4sbh/t."""
+        """Return the elements of the MLP's activation on this rank: sbf/t, with the papers'
+        sizes 4sbh/t.
+        """
         return self.s * self.b * (self.mlp_size or 4 * self.h) / self.t
 
     @property
@@ -111,47 +116,61 @@ class Layer:
         return self.a * self.s**2 * self.b / self.t
 
 
-# ---- activations of the attention core, besides Q, K and V ----------------------------------------------------------
+# ---- activations of the attention core, besides Q, K and V ---------------------------------------
 
 
 def eager_core(layer: Layer) -> float:
-    """Return 5as²b/t: softmax output 2, dropout mask 1, dropout output 2 (equation 1); without dropout e·as²b/t."""
+    """Return 5as²b/t: softmax output 2, dropout mask 1, dropout output 2 (equation 1); without
+    dropout e·as²b/t.
+    """
     e = layer.itemsize
     return (2 * e + 1 if layer.attention_dropout else e) * layer.scores
 
 
 def sdpa_fused_core(layer: Layer) -> float:
-    """Return 4asb/t: the logarithm of each softmax's sum in fp32, as torch's flash attention keeps it.
+    """Return 4asb/t: the logarithm of each softmax's sum in fp32, as torch's flash attention keeps
+    it.
 
     Its output is the input of the output projection, one storage, and counted there.
     """
     return 4 * layer.a * layer.s * layer.b / layer.t
 
 
-# ---- a layer, by its recomputation ----------------------------------------------------------------------------------
+# ---- a layer, by its recomputation ---------------------------------------------------------------
 
 Core = Callable[[Layer], float]
 
 
 def saved(layer: Layer, core: Core = eager_core) -> float:
-    """Return the bytes without recomputation: sbh(10 + 24/t + 5as/(ht)), under SP sbh/t·(34 + 5as/h).
+    """Return the bytes without recomputation: sbh(10 + 24/t + 5as/(ht)), under SP sbh/t·(34 +
+    5as/h).
 
-    Equations 1 (t = 1), 2 and 4; table 2, rows "no parallelism", "tensor parallel" and "tensor + sequence parallel",
-    all with the eager core. A gated MLP keeps gate and up projection, the activation, and its product with the latter.
+    Equations 1 (t = 1), 2 and 4; table 2, rows "no parallelism", "tensor parallel" and "tensor +
+    sequence parallel", all with the eager core. A gated MLP keeps gate and up projection, the
+    activation, and its product with the latter.
     """
     e = layer.itemsize
     stream = 4 * e + (2 if layer.residual_dropout else 0)
     attention = e * (2 * layer.queries + 2 * layer.keys)
-    return stream * layer.residual + attention + core(layer) + (4 if layer.gated else 2) * e * layer.mlp
+    return (
+        stream * layer.residual
+        + attention
+        + core(layer)
+        + (4 if layer.gated else 2) * e * layer.mlp
+    )
 
 
-def saved_selective(layer: Layer, core: Core = eager_core, modules: Collection[str] = ("attention_core",)) -> float:
-    """Return the bytes under `selective`: sbh(10 + 24/t), with SP 34sbh/t; table 2, "selective" rows (section 5).
+def saved_selective(
+    layer: Layer, core: Core = eager_core, modules: Collection[str] = ("attention_core",)
+) -> float:
+    """Return the bytes under `selective`: sbh(10 + 24/t), with SP 34sbh/t; table 2, "selective"
+    rows (section 5).
 
     Args:
-        modules: `zero_tp.recompute.modules`. Recomputing `attention_core` keeps of it only its inputs, Q, K and V.
-            `mlp_activation` removes 8sbh/t, the activation's output. `norm` removes the outputs of the two norms,
-            4sbh, under SP 4sbh/t. With post-norm it removes that of the first norm, 2sbh.
+        modules: `zero_tp.recompute.modules`. Recomputing `attention_core` keeps of it only its
+            inputs, Q, K and V. `mlp_activation` removes 8sbh/t, the activation's output. `norm`
+            removes the outputs of the two norms, 4sbh, under SP 4sbh/t. With post-norm it removes
+            that of the first norm, 2sbh.
     """
     recomputed = {
         "attention_core": core(layer),
@@ -162,7 +181,8 @@ def saved_selective(layer: Layer, core: Core = eager_core, modules: Collection[s
 
 
 def saved_full(layer: Layer, *, partitioned: bool = False) -> float:
-    """Return the bytes under `full` recomputation, the layer's input: 2sbh, under SP 2sbh/t; table 2, row "full".
+    """Return the bytes under `full` recomputation, the layer's input: 2sbh, under SP 2sbh/t; table
+    2, row "full".
 
     Args:
         partitioned: P_a (arXiv 1910.02054, section 6.1): each TP rank keeps a t-th of it, 2sbh/t.
@@ -171,10 +191,12 @@ def saved_full(layer: Layer, *, partitioned: bool = False) -> float:
 
 
 def saved_outside_layers(layer: Layer, v: float, *, dropout: bool = True) -> float:
-    """Return sbh/t · (1 + 4·(1 + v/h)): dropout of the input, and the output (2205.05198, section 4.3, with p = 1).
+    """Return sbh/t · (1 + 4·(1 + v/h)): dropout of the input, and the output (2205.05198, section
+    4.3, with p = 1).
 
-    These are the mask of the embedding's dropout, sbh; the input of the final norm and of the output layer, 2sbh each;
-    the logits in fp32, 4sbv. The paper divides all of it by t. Without SP only the logits are split.
+    These are the mask of the embedding's dropout, sbh; the input of the final norm and of the
+    output layer, 2sbh each; the logits in fp32, 4sbv. The paper divides all of it by t. Without SP
+    only the logits are split.
 
     Args:
         v: the vocabulary, times the share of tokens that have labels.
@@ -184,32 +206,42 @@ def saved_outside_layers(layer: Layer, v: float, *, dropout: bool = True) -> flo
     return mask + 2 * layer.itemsize * layer.residual + 4 * layer.s * layer.b * v / layer.t
 
 
-# ---- model states (arXiv 1910.02054) ---------------------------------------------------------------------------------
+# ---- model states (arXiv 1910.02054) -------------------------------------------------------------
 
 
 def model_states(parameters: float, stage: int, data: int, itemsize: int = 2) -> dict[str, float]:
-    """Return the bytes of one device's parameters, gradients and optimizer states (figure 1, sections 5.1 to 5.3).
+    """Return the bytes of one device's parameters, gradients and optimizer states (figure 1,
+    sections 5.1 to 5.3).
 
-    Their sum in mixed precision at stage 0: 16Ψ; 1 (P_os): 4Ψ + 12Ψ/N_d; 2 (P_os+g): 2Ψ + 14Ψ/N_d; 3 (P_os+g+p):
-    16Ψ/N_d. The optimizer has K = 12: fp32 master, momentum and variance of Adam (section 3.1). In fp32 the parameters
-    are their own masters.
+    Their sum in mixed precision at stage 0: 16Ψ; 1 (P_os): 4Ψ + 12Ψ/N_d; 2 (P_os+g): 2Ψ + 14Ψ/N_d;
+    3 (P_os+g+p): 16Ψ/N_d. The optimizer has K = 12: fp32 master, momentum and variance of Adam
+    (section 3.1). In fp32 the parameters are their own masters.
 
     Args:
         parameters: Ψ on one TP rank.
     """
-    sizes = {"parameters": itemsize, "gradients": itemsize, "optimizer": 12 - (4 if itemsize == 4 else 0)}
+    sizes = {
+        "parameters": itemsize,
+        "gradients": itemsize,
+        "optimizer": 12 - (4 if itemsize == 4 else 0),
+    }
     partitioned_from = {"parameters": 3, "gradients": 2, "optimizer": 1}
-    return {name: size * parameters / (data if stage >= partitioned_from[name] else 1) for name, size in sizes.items()}
+    return {
+        name: size * parameters / (data if stage >= partitioned_from[name] else 1)
+        for name, size in sizes.items()
+    }
 
 
-# ---- communication of one step ---------------------------------------------------------------------------------------
+# ---- communication of one step -------------------------------------------------------------------
 
 
 def zero_volume(parameters: float, stage: int, data: int, micro_batches: int = 1) -> float:
-    """Return the elements that a rank sends over DP in a step: 2Ψ(N_d-1)/N_d, at stage 3 3Ψ(N_d-1)/N_d (1910.02054, 7).
+    """Return the elements that a rank sends over DP in a step: 2Ψ(N_d-1)/N_d, at stage 3
+    3Ψ(N_d-1)/N_d (1910.02054, 7).
 
-    Stages 0 to 2: reduce-scatter and all-gather (an all-reduce is both); stage 3: an all-gather in forward, one in
-    backward, and the reduce-scatter. Stage 2 reduces in each micro-batch; stage 3 also gathers in each.
+    Stages 0 to 2: reduce-scatter and all-gather (an all-reduce is both); stage 3: an all-gather in
+    forward, one in backward, and the reduce-scatter. Stage 2 reduces in each micro-batch; stage 3
+    also gathers in each.
     """
     reductions = micro_batches if stage >= 2 else 1
     gathers = 2 * micro_batches if stage == 3 else 1
@@ -217,11 +249,14 @@ def zero_volume(parameters: float, stage: int, data: int, micro_batches: int = 1
 
 
 def tensor_volume(layer: Layer, mode: str = "none") -> float:
-    """Return the elements that a rank sends over TP for a layer and micro-batch: 4 all-reduces of sbh.
+    """Return the elements that a rank sends over TP for a layer and micro-batch: 4 all-reduces of
+    sbh.
 
-    Source: 1909.08053, figure 4. A ring all-reduce is a reduce-scatter and an all-gather, each of which sends (t-1)/t
-    of the tensor, so SP has the same volume (2205.05198, section 4.2.2). SP also all-gathers the two saved input shards
-    in backward. `full` recomputation runs the forward's collectives once more.
+    Source: 1909.08053, figure 4. A ring all-reduce is a reduce-scatter and an all-gather, each of
+    which sends (t-1)/t of the tensor, so SP has the same volume (2205.05198, section 4.2.2). SP
+    also all-gathers the two saved input shards in backward. `full` recomputation runs the forward's
+    collectives once more.
     """
-    all_reduces, gathers = (6 if mode == "full" else 4), (2 if layer.sequence else 0)
+    all_reduces = 6 if mode == "full" else 4
+    gathers = 2 if layer.sequence else 0
     return layer.sbh * (layer.t - 1) / layer.t * (2 * all_reduces + gathers)

@@ -1,11 +1,12 @@
 """Count the parameters that ZeRO-3 has gathered while each module runs.
 
-This simulates `PartitionedParameterCoordinator` (deepspeed/runtime/zero/partitioned_param_coordinator.py). From its
-second step on DeepSpeed knows the order of modules. Before a module runs, it gathers the module's parameters and
-prefetches those of the next modules, up to the prefetch bucket. After the module it frees parameters, unless they are
-used again within `max_reuse_distance` elements. Recomputation runs a layer's modules once more before their backward,
-so the whole layer may be gathered at once. Parameters up to the persistence threshold are never partitioned and are
-not counted here.
+This simulates `PartitionedParameterCoordinator`
+(deepspeed/runtime/zero/partitioned_param_coordinator.py). From its second step on DeepSpeed knows
+the order of modules. Before a module runs, it gathers the module's parameters and prefetches those
+of the next modules, up to the prefetch bucket. After the module it frees parameters, unless they
+are used again within `max_reuse_distance` elements. Recomputation runs a layer's modules once more
+before their backward, so the whole layer may be gathered at once. Parameters up to the persistence
+threshold are never partitioned and are not counted here.
 """
 
 from __future__ import annotations
@@ -36,17 +37,19 @@ def most_gathered(
         recomputed: numbers of the layers whose modules run again in backward; hashable.
         threshold, prefetch_bucket, max_live, max_reuse: DeepSpeed's limits, in elements.
     """
-    sizes = {(number, position): size for number, numels in enumerate(modules) for position, size in enumerate(numels)}
+    sizes = _sizes(modules)
     partitioned = _partitioned(modules, threshold, tied)
     order = _execution_order(layers, recomputed)
     numel_before = list(accumulate((sum(modules[number]) for number in order), initial=0))
-    queue = [(step, parameter) for step, module in enumerate(order) for parameter in partitioned[module]][::-1]
-    uses: dict[ParameterId, list[int]] = {}
-    for step, parameter in reversed(queue):
-        uses.setdefault(parameter, []).append(step)
-    gathered, prefetched_for, most = set[ParameterId](), dict[ParameterId, int](), dict[tuple[str, int], float]()
-    # Each prefetch of several parameters has a buffer: (its parameters, those not used yet). The first use copies all
-    # parameters out of the buffer; it is freed when all have been used.
+    queue = [
+        (step, parameter) for step, module in enumerate(order) for parameter in partitioned[module]
+    ][::-1]
+    uses = _steps_of_uses(queue)
+    gathered = set[ParameterId]()
+    prefetched_for = dict[ParameterId, int]()
+    most = dict[tuple[str, int], float]()
+    # Each prefetch of several parameters has a buffer: (its parameters, those not used yet). The
+    # first use copies all parameters out of the buffer; it is freed when all have been used.
     buffers: list[tuple[list[ParameterId], set[ParameterId]]] = []
     for step, module in enumerate(order):
         gathered.update(partitioned[module])
@@ -56,7 +59,9 @@ def most_gathered(
 
         while queue and queue[-1][0] <= step:
             queue.pop()
-        live, prefetched, size = sum(map(sizes.__getitem__, gathered)), list[ParameterId](), 0
+        live = sum(map(sizes.__getitem__, gathered))
+        prefetched = list[ParameterId]()
+        size = 0
         while queue and size < min(max_live - live, prefetch_bucket):
             next_use, parameter = queue.pop()
             prefetched_for[parameter] = next_use
@@ -68,21 +73,43 @@ def most_gathered(
             buffers.append((prefetched, set(prefetched)))
         in_use = [contents for contents, unused in buffers if len(unused) < len(contents)]
         copied = sum(sizes[parameter] for contents in in_use for parameter in contents)
-        # Of the modules after the layers only the last one counts, the output layer: the final norm is small.
+        # Of the modules after the layers only the last one counts, the output layer: the final norm
+        # is small.
         if layers[module] != layers[-1] or module == len(modules) - 1:
             key = ("forward" if step < len(modules) else "backward", layers[module])
             most[key] = max(most.get(key, 0.0), float(live + size + copied))
 
         for parameter in partitioned[module]:
-            distances = (numel_before[use] - numel_before[step + 1] for use in uses[parameter] if use > step)
+            distances = (
+                numel_before[use] - numel_before[step + 1] for use in uses[parameter] if use > step
+            )
             is_reused = any(distance < max_reuse for distance in distances)
             if not is_reused and prefetched_for.get(parameter, -1) <= step:
                 gathered.discard(parameter)
     return most
 
 
+def _sizes(modules: tuple[tuple[int, ...], ...]) -> dict[ParameterId, int]:
+    """Return the elements of each parameter."""
+    return {
+        (number, position): size
+        for number, numels in enumerate(modules)
+        for position, size in enumerate(numels)
+    }
+
+
+def _steps_of_uses(queue: list[tuple[int, ParameterId]]) -> dict[ParameterId, list[int]]:
+    """Return the steps that use each parameter, in order; the queue's last entry is used first."""
+    uses: dict[ParameterId, list[int]] = {}
+    for step, parameter in reversed(queue):
+        uses.setdefault(parameter, []).append(step)
+    return uses
+
+
 def _execution_order(layers: Sequence[int], recomputed: Collection[int]) -> list[int]:
-    """Return the numbers of the modules in the order in which they run: forward, then backward with recomputation."""
+    """Return the numbers of the modules in the order in which they run: forward, then backward
+    with recomputation.
+    """
     order = list(range(len(layers)))
     for layer, group in groupby(reversed(range(len(layers))), key=lambda number: layers[number]):
         backward = list(group)
@@ -90,8 +117,12 @@ def _execution_order(layers: Sequence[int], recomputed: Collection[int]) -> list
     return order
 
 
-def _partitioned(modules: tuple[tuple[int, ...], ...], threshold: int, tied: bool) -> list[list[ParameterId]]:
-    """Return each module's parameters above the persistence threshold; a tied last module has the first module's."""
+def _partitioned(
+    modules: tuple[tuple[int, ...], ...], threshold: int, tied: bool
+) -> list[list[ParameterId]]:
+    """Return each module's parameters above the persistence threshold; a tied last module has
+    the first module's.
+    """
     partitioned = [
         [(number, position) for position, size in enumerate(numels) if size > threshold]
         for number, numels in enumerate(modules)

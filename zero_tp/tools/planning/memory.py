@@ -26,7 +26,9 @@ CATEGORIES = (*STATE_CATEGORIES, "activations", "transients")
 
 
 class ModelSize(NamedTuple):
-    """A model's spec, the parameters of TP rank 0, and the number of parameters of the whole model."""
+    """A model's spec, the parameters of TP rank 0, and the number of parameters of the whole
+    model.
+    """
 
     spec: TransformerSpec
     parameters: RankParameters
@@ -34,7 +36,9 @@ class ModelSize(NamedTuple):
 
     @property
     def active_parameters(self) -> int:
-        """Return the number of parameters that compute one token: without the experts that it does not choose."""
+        """Return the number of parameters that compute one token: without the experts that it
+        does not choose.
+        """
         return self.num_parameters - self.spec.idle_parameters
 
 
@@ -52,11 +56,15 @@ def model_size(config: PretrainedConfig, tensor: int, sequence: bool) -> ModelSi
             modules.append(numels)
             parts = name.split(".")
             is_after_layers = parts[0] != "transformer" or "final_norm" in parts
-            layers.append(int(parts[2]) if "layers" in parts else spec.layers if is_after_layers else -1)
+            layers.append(
+                int(parts[2]) if "layers" in parts else spec.layers if is_after_layers else -1
+            )
     num_parameters = sum(math.prod(shape) for _, shape in sizes)
     # The last module of an encoder is not its tied output layer.
     tied = bool(config.tie_word_embeddings) and modules[-1] == modules[0]
-    return ModelSize(spec, RankParameters(matrices, vectors, tuple(modules), tuple(layers), tied), num_parameters)
+    return ModelSize(
+        spec, RankParameters(matrices, vectors, tuple(modules), tuple(layers), tied), num_parameters
+    )
 
 
 def run_model_size(config: RunConfig) -> ModelSize:
@@ -104,14 +112,21 @@ class RankMemory:
 
     @cached_property
     def points(self) -> list[Point]:
-        """Return the memory during the last micro-batch, at the end of backward, at the update's peaks and after."""
-        zero, points = self.zero, list[Point]()
+        """Return the memory during the last micro-batch, at the end of backward, at the update's
+        peaks and after.
+        """
+        zero = self.zero
+        points = list[Point]()
         forward = sum(sample.phase == "forward" for sample in self.samples)
         backward = len(self.samples) - forward
         for number, sample in enumerate(self.samples):
             position = number / forward if number < forward else 1 + (number - forward) / backward
-            states = zero.in_micro_batch(sample.phase, sample.gradients, sample.layer, sample.transients)
-            points.append(self._point(sample.phase, position, states, sample.activations, sample.transients))
+            states = zero.in_micro_batch(
+                sample.phase, sample.gradients, sample.layer, sample.transients
+            )
+            points.append(
+                self._point(sample.phase, position, states, sample.activations, sample.transients)
+            )
         return [
             *points,
             self._point("reduce", 2.0, zero.in_last_reduction()),
@@ -122,23 +137,41 @@ class RankMemory:
 
     @cached_property
     def peak(self) -> Point:
-        """Return the point with the most bytes on the device. The host memory of a CPU rank counts too."""
-        return max(self.points, key=lambda point: point.total + (point.host if self.zero.settings.cpu else 0.0))
+        """Return the point with the most bytes on the device. The host memory of a CPU rank
+        counts too.
+        """
+        return max(
+            self.points,
+            key=lambda point: point.total + (point.host if self.zero.settings.cpu else 0.0),
+        )
 
     @cached_property
     def host(self) -> float:
         """Return the most bytes of one rank in host memory."""
-        return max(self.zero.states.host, self.zero.in_update().host) + self.activation_checkpoint_bytes[1]
+        return (
+            max(self.zero.states.host, self.zero.in_update().host)
+            + self.activation_checkpoint_bytes[1]
+        )
 
     def _point(
-        self, phase: str, position: float, states: StateBytes, activations: float = 0.0, transients: float = 0.0
+        self,
+        phase: str,
+        position: float,
+        states: StateBytes,
+        activations: float = 0.0,
+        transients: float = 0.0,
     ) -> Point:
         sizes = {name: float(getattr(states, name)) for name in STATE_CATEGORIES}
-        sizes |= {"activations": self.activation_checkpoint_bytes[0] + activations, "transients": transients}
+        sizes |= {
+            "activations": self.activation_checkpoint_bytes[0] + activations,
+            "transients": transients,
+        }
         return Point(phase, position, sizes, states.host + self.activation_checkpoint_bytes[1])
 
 
-def rank_memory(config: RunConfig, *, cpu: bool, varlen: bool = True, model: ModelSize | None = None) -> RankMemory:
+def rank_memory(
+    config: RunConfig, *, cpu: bool, varlen: bool = True, model: ModelSize | None = None
+) -> RankMemory:
     """Return the memory of one rank of the run.
 
     Args:
@@ -147,19 +180,22 @@ def rank_memory(config: RunConfig, *, cpu: bool, varlen: bool = True, model: Mod
         varlen: the accelerators support `varlen_attn`.
         model: `run_model_size(config)`, if the caller has it.
     """
-    model, workload = model or run_model_size(config), workload_of(config, cpu=cpu, varlen=varlen)
+    model = model or run_model_size(config)
+    workload = workload_of(config, cpu=cpu, varlen=varlen)
     recomputed = workload.fully_recomputed_layers(model.spec.layers)
     zero = ZeroMemory(model.parameters, ZeroSettings.of(config, cpu=cpu), recomputed)
     checkpoint_bytes = workload.activation_checkpoint_bytes(model.spec.hidden, model.spec.layers)
     return RankMemory(zero, dry_run(config.hf_config(), workload), checkpoint_bytes)
 
 
-# ---- the papers' formulas --------------------------------------------------------------------------------------------
+# ---- the papers' formulas ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PaperMemory:
-    """The memory of one rank by the papers' formulas [bytes], at a ZeRO stage and with N_d = `data`."""
+    """The memory of one rank by the papers' formulas [bytes], at a ZeRO stage and with N_d =
+    `data`.
+    """
 
     model: ModelSize
     workload: Workload
@@ -176,9 +212,16 @@ class PaperMemory:
         return formulas.Layer.of(self.model.spec, self.workload)
 
     def layer_bytes(self, *, recomputes: bool) -> float:
-        """Return the activations that one layer keeps of one micro-batch, with or without recomputation."""
-        layer, policy = self.layer, self.workload.policy
-        core = formulas.eager_core if self.model.spec.attention == "eager" else formulas.sdpa_fused_core
+        """Return the activations that one layer keeps of one micro-batch, with or without
+        recomputation.
+        """
+        layer = self.layer
+        policy = self.workload.policy
+        core = (
+            formulas.eager_core
+            if self.model.spec.attention == "eager"
+            else formulas.sdpa_fused_core
+        )
         if not recomputes or policy.mode == "none":
             return formulas.saved(layer, core)
         if policy.mode == "full":
@@ -189,7 +232,8 @@ class PaperMemory:
 
     def all_layers_bytes(self) -> float:
         """Return the activations that all layers keep, in the micro-batch that keeps the most."""
-        layers, policy = self.model.spec.layers, self.workload.policy
+        layers = self.model.spec.layers
+        policy = self.workload.policy
         recomputed = 0 if policy.keep_micro_batches else len(policy.recomputed_layers(layers))
         saved = (layers - recomputed) * self.layer_bytes(recomputes=False)
         return saved + recomputed * self.layer_bytes(recomputes=True)
@@ -198,10 +242,14 @@ class PaperMemory:
         """Return the activations that are kept outside the layers."""
         spec = self.model.spec
         vocabulary = self.workload.label_fraction * spec.vocabulary
-        return formulas.saved_outside_layers(self.layer, vocabulary, dropout=spec.dropouts.embedding > 0)
+        return formulas.saved_outside_layers(
+            self.layer, vocabulary, dropout=spec.dropouts.embedding > 0
+        )
 
     def bytes(self) -> dict[str, float]:
-        """Return the bytes by category: parameters, gradients, optimizer, activations, those outside the layers."""
+        """Return the bytes by category: parameters, gradients, optimizer, activations, those
+        outside the layers.
+        """
         return {
             **formulas.model_states(self.parameters, self.stage, self.data, self.workload.itemsize),
             "activations": self.all_layers_bytes(),

@@ -17,7 +17,9 @@ from zero_tp.tools.planning.plan_report import TITLES
 
 COLOURS = {
     name: PALETTE[colour]
-    for name, colour in zip(CATEGORIES, ("blue", "cyan", "green", "yellow", "grey", "red", "purple"), strict=True)
+    for name, colour in zip(
+        CATEGORIES, ("blue", "cyan", "green", "yellow", "grey", "red", "purple"), strict=True
+    )
 }
 AXIS_LABELS = ("forward", "backward", "optimizer")
 SHOWN_POINTS = 600
@@ -27,7 +29,9 @@ POINTS_AFTER_BACKWARD = 4
 """Number of points of a step after its last micro-batch (`RankMemory.points`)."""
 
 
-def write_page(plan: Plan, path: Path, advice: Sequence[str] = (), fastest: Estimate | None = None) -> list[Path]:
+def write_page(
+    plan: Plan, path: Path, advice: Sequence[str] = (), fastest: Estimate | None = None
+) -> list[Path]:
     """Write a plan as a page with a picture.
 
     Args:
@@ -38,7 +42,9 @@ def write_page(plan: Plan, path: Path, advice: Sequence[str] = (), fastest: Esti
         The written files: the page, and the picture as PNG.
     """
     shown = {"the present settings": plan} | ({"the fastest settings": fastest} if fastest else {})
-    figure = memory_over_time({title: (estimate.memory.points, estimate.usable) for title, estimate in shown.items()})
+    figure = memory_over_time(
+        {title: (estimate.memory.points, estimate.usable) for title, estimate in shown.items()}
+    )
     text = "\n".join([report.describe(plan), *advice])
     parts = [
         f'<p class="{"good" if plan.fits else "bad"}">{html.escape(report.verdict(plan))}</p>',
@@ -47,18 +53,23 @@ def write_page(plan: Plan, path: Path, advice: Sequence[str] = (), fastest: Esti
         page.svg(figure),
         *(_values(title, estimate.memory.points) for title, estimate in shown.items()),
     ]
-    return page.write(path, f"{plan.config.name}: {plan.ranks} × {plan.device.name}", parts, {"over_time": figure})
+    return page.write(
+        path, f"{plan.config.name}: {plan.ranks} × {plan.device.name}", parts, {"over_time": figure}
+    )
 
 
 def memory_over_time(shown: Mapping[str, tuple[Sequence[Point], float | None]]) -> Any:
     """Draw memory over a step by category and phase.
 
     Args:
-        shown: title → the points of a step, and the most bytes of tensors that fit, or None. All have one scale.
+        shown: title → the points of a step, and the most bytes of tensors that fit, or None. All
+            have one scale.
     """
     every = [point for points, _ in shown.values() for point in points]
     top = max(point.total for point in every)
-    limits = [limit for _, limit in shown.values() if limit is not None and limit < LIMIT_RATIO * top]
+    limits = [
+        limit for _, limit in shown.values() if limit is not None and limit < LIMIT_RATIO * top
+    ]
     names = [name for name in CATEGORIES if any(point.bytes[name] > 0.002 * top for point in every)]
     figure = new_figure(8.4 if len(shown) == 1 else 11.0, 3.6)
     for number, (title, (points, limit)) in enumerate(shown.items(), start=1):
@@ -66,7 +77,11 @@ def memory_over_time(shown: Mapping[str, tuple[Sequence[Point], float | None]]) 
         peak = _draw_points(axes, _downsampled(points, SHOWN_POINTS), names)
         if limit is not None and limit in limits:
             axes.axhline(
-                limit / GIB, color="#000000", linewidth=1, linestyle="--", label="limit (memory minus margins)"
+                limit / GIB,
+                color="#000000",
+                linewidth=1,
+                linestyle="--",
+                label="limit (memory minus margins)",
             )
         axes.set_ylim(0, 1.08 * max(top, *limits, 0) / GIB)
         if number == 1:
@@ -118,11 +133,18 @@ def _moment(position: float) -> str:
 
 
 def _downsampled(points: Sequence[Point], most: int) -> list[Point]:
-    """Return the highest point of each interval of the micro-batch, and all points after the micro-batch.
+    """Return the highest point of each interval of the micro-batch, and all points after the
+    micro-batch.
 
     Args:
         most: number of intervals of the whole step.
     """
-    micro_batch, length = points[:-POINTS_AFTER_BACKWARD], -(-len(points) // most)
-    intervals = (micro_batch[start : start + length] for start in range(0, len(micro_batch), length))
-    return [*(max(interval, key=lambda point: point.total) for interval in intervals), *points[-POINTS_AFTER_BACKWARD:]]
+    micro_batch = points[:-POINTS_AFTER_BACKWARD]
+    length = -(-len(points) // most)
+    intervals = (
+        micro_batch[start : start + length] for start in range(0, len(micro_batch), length)
+    )
+    return [
+        *(max(interval, key=lambda point: point.total) for interval in intervals),
+        *points[-POINTS_AFTER_BACKWARD:],
+    ]

@@ -13,7 +13,14 @@ from zero_tp.parallel.devices import Device
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning import formulas
 from zero_tp.tools.planning.dryrun import dry_run
-from zero_tp.tools.planning.memory import ModelSize, PaperMemory, Point, RankMemory, rank_memory, run_model_size
+from zero_tp.tools.planning.memory import (
+    ModelSize,
+    PaperMemory,
+    Point,
+    RankMemory,
+    rank_memory,
+    run_model_size,
+)
 from zero_tp.tools.planning.plan_settings import Workload, ZeroSettings, workload_of
 from zero_tp.tools.planning.rates import matrix_flops
 from zero_tp.tools.planning.timing import StepTime, StepTimeEstimator
@@ -23,7 +30,9 @@ HOUR, DAY = 3600, 86400  # seconds
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory [bytes] and time of a run on one kind of device, with the config's settings or a search's."""
+    """The memory [bytes] and time of a run on one kind of device, with the config's settings or
+    a search's.
+    """
 
     device: Device
     model: ModelSize
@@ -46,12 +55,18 @@ class Estimate:
     def time(self) -> StepTime:
         """Return the seconds of one step."""
         parameters = self.model.parameters.total
-        return StepTimeEstimator(self.model.spec, self.workload, self.device, self.settings, parameters).estimate()
+        return StepTimeEstimator(
+            self.model.spec, self.workload, self.device, self.settings, parameters
+        ).estimate()
 
     @property
     def communicators(self) -> int:
-        """Return a rank's number of communicators: of the world, and of TP and DP groups that are smaller."""
-        return (self.ranks > 1) + sum(1 < size < self.ranks for size in (self.workload.tensor, self.settings.data))
+        """Return a rank's number of communicators: of the world, and of TP and DP groups that
+        are smaller.
+        """
+        return (self.ranks > 1) + sum(
+            1 < size < self.ranks for size in (self.workload.tensor, self.settings.data)
+        )
 
     @property
     def reserved(self) -> float:
@@ -82,16 +97,22 @@ class Estimate:
     @property
     def host_needed(self) -> float:
         """Return the bytes of a node's host memory that are needed."""
-        return 0.0 if self.device.is_cpu else self.memory.host * min(self.device.per_node, self.ranks)
+        return (
+            0.0 if self.device.is_cpu else self.memory.host * min(self.device.per_node, self.ranks)
+        )
 
     @property
     def host_spare(self) -> float:
-        """Return the bytes of a node's host memory that stay free; negative if the run does not fit."""
+        """Return the bytes of a node's host memory that stay free; negative if the run does not
+        fit.
+        """
         return self.device.host_memory_gib * GIB - self.host_needed
 
     @property
     def shortage(self) -> float:
-        """Return the missing bytes of the device or of its share of host memory, whichever is more; ≤ 0 if it fits."""
+        """Return the missing bytes of the device or of its share of host memory, whichever is
+        more; ≤ 0 if it fits.
+        """
         return max(-self.spare, -self.host_spare / min(self.device.per_node, self.ranks))
 
     @property
@@ -100,7 +121,8 @@ class Estimate:
 
     def describe(self) -> str:
         """Return the settings in words: `TP 2, SP, ZeRO-1, recompute none, micro 4 × 16`."""
-        workload, zero = self.workload, self.settings
+        workload = self.workload
+        zero = self.settings
         parts = [f"TP {workload.tensor}", *["SP"] * workload.sequence]
         parts += [f"ZeRO-{zero.stage}", *["reduced to owners"] * zero.requests_owner_reduction]
         parts += [workload.describe_recompute(), f"micro {workload.batch} × {zero.accumulation}"]
@@ -109,7 +131,8 @@ class Estimate:
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings, memory and time, with units in the names."""
-        workload, zero = self.workload, self.settings
+        workload = self.workload
+        zero = self.settings
         return {
             "tensor": workload.tensor,
             "sequence": workload.sequence,
@@ -149,7 +172,9 @@ class Plan(Estimate):
 
     @property
     def paper(self) -> PaperMemory:
-        return PaperMemory(self.model, self.workload, self.config.zero_stage, self.config.data_parallel)
+        return PaperMemory(
+            self.model, self.workload, self.config.zero_stage, self.config.data_parallel
+        )
 
     @property
     def step_tokens(self) -> int:
@@ -160,7 +185,9 @@ class Plan(Estimate):
     def model_flops(self) -> float:
         """Return the model FLOPs of one step, all devices together."""
         config = self.config
-        return model_flops(self.model.spec, config.global_batch, self.workload.length, config.label_fraction)
+        return model_flops(
+            self.model.spec, config.global_batch, self.workload.length, config.label_fraction
+        )
 
     @property
     def mfu(self) -> float | None:
@@ -168,12 +195,19 @@ class Plan(Estimate):
         return utilisation(self.model_flops, self.time.total, self.ranks, peak)
 
     def elements_sent(self) -> dict[str, float]:
-        """Return the elements that one rank sends in a step over TP and over DP, by the papers' formulas."""
-        config, paper, policy, layers = self.config, self.paper, self.workload.policy, self.model.spec.layers
+        """Return the elements that one rank sends in a step over TP and over DP, by the papers'
+        formulas.
+        """
+        config = self.config
+        paper = self.paper
+        policy = self.workload.policy
+        layers = self.model.spec.layers
         recomputed = policy.mean_recomputed_layers(layers, config.accumulation)
         tensor = recomputed * formulas.tensor_volume(paper.layer, policy.mode)
         tensor += (layers - recomputed) * formulas.tensor_volume(paper.layer)
-        data = formulas.zero_volume(paper.parameters, config.zero_stage, config.data_parallel, config.accumulation)
+        data = formulas.zero_volume(
+            paper.parameters, config.zero_stage, config.data_parallel, config.accumulation
+        )
         return {"tensor": config.accumulation * tensor, "data": data}
 
     def dry_run_all_layers(self) -> tuple[Point, float]:
@@ -184,7 +218,8 @@ class Plan(Estimate):
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, with units in the names."""
-        config, workload = self.config, self.workload
+        config = self.config
+        workload = self.workload
         return {
             "config": str(config.path),
             "model": {
@@ -195,7 +230,11 @@ class Plan(Estimate):
             },
             "device": self.device.model_dump(),
             "ranks": self.ranks,
-            "parallel": {"tensor": workload.tensor, "data": config.data_parallel, "sequence": workload.sequence},
+            "parallel": {
+                "tensor": workload.tensor,
+                "data": config.data_parallel,
+                "sequence": workload.sequence,
+            },
             "zero_stage": config.zero_stage,
             "dtype": config.dtype,
             "recompute": workload.recompute,
@@ -236,6 +275,7 @@ def plan(config: RunConfig, device: Device, tokens: int | None = None) -> Plan:
         UserError: the device can't compute in the run's dtype.
     """
     matrix_flops(device, config.dtype)  # refuses before the dry run
-    model, workload = run_model_size(config), workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
+    model = run_model_size(config)
+    workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
     memory = rank_memory(config, cpu=device.is_cpu, varlen=device.varlen, model=model)
     return Plan(device, model, workload, memory, config, tokens)

@@ -20,8 +20,16 @@ TITLES = {
     "activations": "activations",
     "transients": "transients",
 }
-GUARD_NOTE = "guard_gradients is not counted: in guarded steps a micro-batch keeps all its activations and gradients"
-PHASES = {"forward": "forward", "backward": "backward", "reduce": "the end of backward", "step": "the optimizer's step"}
+GUARD_NOTE = (
+    "guard_gradients is not counted: in guarded steps a micro-batch keeps all its activations and "
+    "gradients"
+)
+PHASES = {
+    "forward": "forward",
+    "backward": "backward",
+    "reduce": "the end of backward",
+    "step": "the optimizer's step",
+}
 
 
 def describe(plan: Plan) -> str:
@@ -30,19 +38,32 @@ def describe(plan: Plan) -> str:
 
 
 def heading_lines(plan: Plan) -> list[str]:
-    config, block = plan.config, plan.config.zero_tp
-    model, parameters = config.hf_config(), plan.model.num_parameters
+    config = plan.config
+    block = plan.config.zero_tp
+    model = config.hf_config()
+    parameters = plan.model.num_parameters
     sizes = f"TP {block.parallel.tensor} × DP {config.data_parallel}"
     sequence = ", SP" if plan.workload.sequence else ""
-    active, experts = "", plan.model.spec.experts
+    active = ""
+    experts = plan.model.spec.experts
     if experts is not None:
-        active = f" ({plan.model.active_parameters:,} active: {experts.per_token} of {experts.count} experts)"
+        active = (
+            f" ({plan.model.active_parameters:,} active: {experts.per_token} of {experts.count} "
+            "experts)"
+        )
     return [
-        f"{model.model_type}, {parameters:,} parameters{active}, {plan.model.parameters.total:,} a TP rank",
-        *(["assumed: every expert of a layer gets as many tokens as any other"] if experts is not None else []),
-        f"{plan.ranks} × {plan.device.name} = {sizes}{sequence}, ZeRO-{config.zero_stage}, {config.dtype}, "
+        f"{model.model_type}, {parameters:,} parameters{active}, {plan.model.parameters.total:,} a "
+        "TP rank",
+        *(
+            ["assumed: every expert of a layer gets as many tokens as any other"]
+            if experts is not None
+            else []
+        ),
+        f"{plan.ranks} × {plan.device.name} = {sizes}{sequence}, ZeRO-{config.zero_stage}, "
+        f"{config.dtype}, "
         f"{plan.workload.describe_recompute()}, {block.attention}",
-        f"{config.global_batch} × {block.data.sequence_length} tokens a step = micro {config.micro_batch} × "
+        f"{config.global_batch} × {block.data.sequence_length} tokens a step = micro "
+        f"{config.micro_batch} × "
         f"accumulation {config.accumulation} × data {config.data_parallel}",
         *(["NVMe is counted as host memory"] if config.nvme_paths else []),
         *([GUARD_NOTE] if block.training.guard_gradients else []),
@@ -50,7 +71,9 @@ def heading_lines(plan: Plan) -> list[str]:
 
 
 def memory_lines(plan: Plan) -> list[str]:
-    paper, peak, device = plan.paper.bytes(), plan.peak, plan.device
+    paper = plan.paper.bytes()
+    peak = plan.peak
+    device = plan.device
     paper["activations"] += paper.pop("outside layers")
     name, unit = ("GiB", GIB) if sum(paper.values()) >= GIB else ("MiB", MIB)
     lines = [f"{f'memory of one device [{name}]':28}{'by papers':>10}{'allocated':>12}"]
@@ -60,13 +83,17 @@ def memory_lines(plan: Plan) -> list[str]:
             lines.append(f"  {TITLES[category]:26}{counted}{peak.bytes[category] / unit:12.2f}")
     if device.is_cpu and peak.host:
         lines.append(f"  {'offloaded':26}{'':10}{peak.host / unit:12.2f}")
-    lines.append(f"  {'total':26}{sum(paper.values()) / unit:10.2f}{plan.tensor_bytes / unit:12.2f}")
+    lines.append(
+        f"  {'total':26}{sum(paper.values()) / unit:10.2f}{plan.tensor_bytes / unit:12.2f}"
+    )
     hint = "" if plan.fits else " (--search tries other settings)"
     plural = "" if plan.communicators == 1 else "s"
     lines.append(
         f"  the peak is in {PHASES[peak.phase]}: {in_gib(plan.tensor_bytes)} GiB of tensors + "
-        f"{plan.reserved / GIB:.2f} for the context and {plan.communicators} communicator{plural} + "
-        f"{in_gib(plan.tensor_bytes * device.fragmentation)} for fragmentation = {plan.needed / GIB:.2f} of "
+        f"{plan.reserved / GIB:.2f} for the context and {plan.communicators} communicator{plural} "
+        "+ "
+        f"{in_gib(plan.tensor_bytes * device.fragmentation)} for fragmentation = "
+        f"{plan.needed / GIB:.2f} of "
         f"{device.memory_gib:.4g} GiB: {verdict(plan)}{hint}"
     )
     if plan.host_needed:
@@ -82,13 +109,21 @@ def verdict(plan: Plan) -> str:
     if plan.fits:
         return f"fits, {plan.spare / GIB:.2f} GiB left"
     if plan.spare >= 0:
-        return f"does not fit, short by {in_gib(-plan.host_spare)} GiB of a node's host memory for offloading"
+        return (
+            f"does not fit, short by {in_gib(-plan.host_spare)} GiB of a node's host memory for "
+            "offloading"
+        )
     name, size = max(plan.peak.bytes.items(), key=lambda item: item[1])
-    return f"does not fit, short by {in_gib(-plan.spare)} GiB; largest: {TITLES[name]}, {in_gib(size)} GiB"
+    return (
+        f"does not fit, short by {in_gib(-plan.spare)} GiB; largest: {TITLES[name]}, "
+        f"{in_gib(size)} GiB"
+    )
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """Return the unit in which a step of so many seconds is shown, and the number of units in a second."""
+    """Return the unit in which a step of so many seconds is shown, and the number of units in a
+    second.
+    """
     return ("s", 1.0) if seconds >= 0.1 else ("ms", 1e3)
 
 
@@ -102,19 +137,29 @@ def time_lines(plan: Plan) -> list[str]:
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
     speed = plan.step_tokens / total
     lines.append(
-        f"  {'total':26}{factor * total:10.3f}   {speed:,.0f} tokens/s, {speed / plan.ranks:,.0f} a device{mfu}"
+        f"  {'total':26}{factor * total:10.3f}   {speed:,.0f} tokens/s, {speed / plan.ranks:,.0f} "
+        f"a device{mfu}"
     )
     units = (("days", DAY), ("hours", HOUR), ("minutes", 60), ("seconds", 1))
     unit, size = next(((name, size) for name, size in units if plan.run_seconds >= size), units[-1])
     device_hours = plan.run_seconds * plan.ranks / HOUR
     tokens = tqdm.format_sizeof(plan.run_tokens).replace("G", "B")
     lines.append(
-        f"  the whole run, {tokens} tokens, without evaluation and saving: {plan.run_seconds / size:,.1f} {unit}, "
+        f"  the whole run, {tokens} tokens, without evaluation and saving: "
+        f"{plan.run_seconds / size:,.1f} {unit}, "
         f"{device_hours:{',.1f' if device_hours >= 1 else '.2g'}} device-hours"
     )
     layer = {name: f"{1e3 * seconds:.3g} ms" for name, seconds in plan.time.layer.as_json().items()}
-    recompute = f", of which {layer['again']} recompute activations" if plan.time.layer.recompute.total else ""
-    return [*lines, f"  a layer, one micro-batch: forward {layer['forward']}, backward {layer['backward']}{recompute}"]
+    recompute = (
+        f", of which {layer['again']} recompute activations"
+        if plan.time.layer.recompute.total
+        else ""
+    )
+    return [
+        *lines,
+        f"  a layer, one micro-batch: forward {layer['forward']}, backward "
+        f"{layer['backward']}{recompute}",
+    ]
 
 
 def dry_run_lines(planned: Point, measured: Point, seconds: float) -> list[str]:
@@ -122,7 +167,8 @@ def dry_run_lines(planned: Point, measured: Point, seconds: float) -> list[str]:
     return [
         "",
         f"dry run of one micro-batch with all layers: {seconds:.1f} s, model states by formula; "
-        f"{measured.total / GIB:.3f} GiB at the peak, the plan differs by {planned.total / measured.total - 1:+.2%}",
+        f"{measured.total / GIB:.3f} GiB at the peak, the plan differs by "
+        f"{planned.total / measured.total - 1:+.2%}",
     ]
 
 
@@ -136,12 +182,18 @@ def search_lines(search: Search, shown: Sequence[Estimate], plan: Plan) -> list[
         f"{'':4}{f'{unit} a step':>10}{'tokens/s':>12}{'GiB':>8}  settings",
     ]
     for number, candidate in enumerate(shown, start=1):
-        seconds, settings = candidate.time.total, candidate.describe()
-        speed, needed = plan.step_tokens / seconds, candidate.needed / GIB
+        seconds = candidate.time.total
+        settings = candidate.describe()
+        speed = plan.step_tokens / seconds
+        needed = candidate.needed / GIB
         lines.append(f"{number:3}.{factor * seconds:10.3f}{speed:12,.0f}{needed:8.1f}  {settings}")
     slower = plan.time.total / shown[0].time.total - 1
     compared = "are as fast as the first"
     if abs(slower) > 0.005:
         compared = f"take {abs(slower):.0%} {'longer' if slower > 0 else 'less'} than the first"
-    present = f" fit, {plan.spare / GIB:.2f} GiB left, and {compared}" if plan.fits else f": {verdict(plan)}"
+    present = (
+        f" fit, {plan.spare / GIB:.2f} GiB left, and {compared}"
+        if plan.fits
+        else f": {verdict(plan)}"
+    )
     return [*lines, f"the present settings{present}"]

@@ -16,7 +16,9 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def page_locked(size: int) -> int:
-    """Return the bytes that torch page-locks for a tensor of `size` bytes (ATen/core/CachingHostAllocator.h)."""
+    """Return the bytes that torch page-locks for a tensor of `size` bytes
+    (ATen/core/CachingHostAllocator.h).
+    """
     return 1 << (size - 1).bit_length()
 
 
@@ -64,18 +66,30 @@ class Workload:
 
     @property
     def offloads_checkpoints(self) -> bool:
-        """Return whether an accelerator's activation checkpoints are kept in host memory (P_a+cpu)."""
+        """Return whether an accelerator's activation checkpoints are kept in host memory
+        (P_a+cpu).
+        """
         return self.checkpointing.cpu_checkpointing and not self.cpu
 
     def activation_checkpoint_bytes(self, hidden: int, layers: int) -> tuple[float, float]:
-        """Return the permanent bytes of activation checkpoints on the device (M_D's buffer) and on the host."""
+        """Return the permanent bytes of activation checkpoints on the device (M_D's buffer) and
+        on the host.
+        """
         recomputed = len(self.policy.recomputed_layers(layers))
         slots = self.checkpointing.number_checkpoints or recomputed
         parts = self.tensor if self.sequence or self.partitions_checkpoints else 1
         size = self.itemsize * math.ceil(self.length * self.batch * hidden / parts)
         if not self.checkpointing.contiguous_memory_optimization:
-            return (0.0, float(recomputed * page_locked(size))) if self.offloads_checkpoints else (0.0, 0.0)
-        return (0.0, float(page_locked(slots * size))) if self.offloads_checkpoints else (float(slots * size), 0.0)
+            return (
+                (0.0, float(recomputed * page_locked(size)))
+                if self.offloads_checkpoints
+                else (0.0, 0.0)
+            )
+        return (
+            (0.0, float(page_locked(slots * size)))
+            if self.offloads_checkpoints
+            else (float(slots * size), 0.0)
+        )
 
     def fully_recomputed_layers(self, layers: int) -> range:
         """Return the numbers of the layers that backward recomputes as a whole."""
@@ -83,20 +97,26 @@ class Workload:
 
     @property
     def recompute(self) -> str | dict[str, Any]:
-        """Return the policy as a value of `zero_tp.recompute`: the mode, or an object if it has other fields too."""
+        """Return the policy as a value of `zero_tp.recompute`: the mode, or an object if it has
+        other fields too.
+        """
         fields = self.policy.model_dump(exclude_defaults=True)
         return fields if len(fields) > 1 else self.policy.mode
 
     def describe_recompute(self) -> str:
         """Return the policy in words: `recompute full, layers 6`."""
         fields = self.policy.model_dump(exclude_defaults=True, exclude={"mode"})
-        parts = [f"{name} {'+'.join(value) if name == 'modules' else value}" for name, value in fields.items()]
+        parts = [
+            f"{name} {'+'.join(value) if name == 'modules' else value}"
+            for name, value in fields.items()
+        ]
         return ", ".join([f"recompute {self.policy.mode}", *parts]).replace("_", " ")
 
 
 def workload_of(config: RunConfig, *, cpu: bool, varlen: bool = True) -> Workload:
     """Return the workload of a run's micro-batch on one rank."""
-    block, parallel = config.zero_tp, config.zero_tp.parallel
+    block = config.zero_tp
+    parallel = config.zero_tp.parallel
     return Workload(
         length=block.data.sequence_length,
         batch=config.micro_batch,
@@ -112,7 +132,7 @@ def workload_of(config: RunConfig, *, cpu: bool, varlen: bool = True) -> Workloa
     )
 
 
-# ---- ZeRO ------------------------------------------------------------------------------------------------------------
+# ---- ZeRO ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -124,15 +144,20 @@ class ZeroSettings:
         cpu: the device is the CPU, and its memory is the host's.
         accumulation: micro-batches of a step.
         grad_accum_itemsize: bytes of an element of accumulated gradients (`grad_accum_dtype`).
-        communication_itemsize: bytes of an element of gradients sent over DP (`communication_data_type`).
+        communication_itemsize: bytes of an element of gradients sent over DP
+            (`communication_data_type`).
         moments: bytes of the optimizer's states for one parameter, without the fp32 master.
-        torch_optimizer: the optimizer is an unfused class of torch whose update allocates temporaries.
+        torch_optimizer: the optimizer is an unfused class of torch whose update allocates
+            temporaries.
         clips_gradients: see `gradient_clipping`.
         copies_gradients: see `zero_tp.engine.zero.facts.copies_gradients`.
         overlap: `overlap_comm`.
-        requests_owner_reduction: the config asks for reductions to the gradients' owners; see `reduces_to_owners`.
-        pins_optimizer: the offloaded optimizer's buffers are page-locked; those of offloaded parameters always are.
-        reduce_bucket, prefetch_bucket, persistence_threshold, max_live, max_reuse, sub_group: elements.
+        requests_owner_reduction: the config asks for reductions to the gradients' owners; see
+            `reduces_to_owners`.
+        pins_optimizer: the offloaded optimizer's buffers are page-locked; those of offloaded
+            parameters always are.
+        reduce_bucket, prefetch_bucket, persistence_threshold, max_live, max_reuse, sub_group:
+        elements.
     """
 
     stage: int
@@ -161,8 +186,10 @@ class ZeroSettings:
     @classmethod
     def of(cls, config: RunConfig, *, cpu: bool) -> ZeroSettings:
         """Return the settings of a run's config, which has a world size."""
-        settings, zero = config.settings, config.settings.zero_optimization
-        optimizer, offload = settings.optimizer, zero.offload_optimizer or OffloadOptimizer()
+        settings = config.settings
+        zero = config.settings.zero_optimization
+        optimizer = settings.optimizer
+        offload = zero.offload_optimizer or OffloadOptimizer()
         assert optimizer is not None, "a run's config has one"
         return cls(
             stage=config.zero_stage,
@@ -177,7 +204,8 @@ class ZeroSettings:
             clips_gradients=settings.gradient_clipping > 0,
             copies_gradients=facts.copies_gradients(settings),
             overlap=zero.overlaps,
-            requests_owner_reduction=not zero.use_multi_rank_bucket_allreduce and zero.reduce_scatter,
+            requests_owner_reduction=not zero.use_multi_rank_bucket_allreduce
+            and zero.reduce_scatter,
             offload_optimizer=zero.optimizer_device != "none",
             offload_param=zero.param_device != "none",
             pins_optimizer=offload.pin_memory and zero.optimizer_device != "nvme",
@@ -208,28 +236,43 @@ class ZeroSettings:
 
     @property
     def separate_fp32_grads(self) -> bool:
-        """Return whether DeepSpeed's BF16_Optimizer runs, which accumulates all gradients in a permanent tensor."""
+        """Return whether DeepSpeed's BF16_Optimizer runs, which accumulates all gradients in a
+        permanent tensor.
+        """
         wider = self.dtype == "bf16" and self.accumulates_wider
-        return facts.is_bf16_optimizer(self.stage, sums_in_fp32=wider, offloaded=self.offload_optimizer)
+        return facts.is_bf16_optimizer(
+            self.stage, sums_in_fp32=wider, offloaded=self.offload_optimizer
+        )
 
     @property
     def reduces_in_buckets(self) -> bool:
-        """Return whether gradients are reduced in buckets of `reduce_bucket_size`, which may overlap with backward."""
+        """Return whether gradients are reduced in buckets of `reduce_bucket_size`, which may
+        overlap with backward.
+        """
         return self.stage > 0 and not self.separate_fp32_grads
 
     @property
     def reduces_to_owners(self) -> bool:
-        """Return whether stages 1 and 2 reduce each part of a gradient to its owner, as in the paper.
+        """Return whether stages 1 and 2 reduce each part of a gradient to its owner, as in the
+        paper.
 
-        By default DeepSpeed all-reduces, which sends twice as much. Its BF16_Optimizer always all-reduces.
+        By default DeepSpeed all-reduces, which sends twice as much. Its BF16_Optimizer always
+        all-reduces.
         """
-        return self.requests_owner_reduction and self.stage in (1, 2) and self.reduces_in_buckets and self.data > 1
+        return (
+            self.requests_owner_reduction
+            and self.stage in (1, 2)
+            and self.reduces_in_buckets
+            and self.data > 1
+        )
 
     @property
     def volumes(self) -> tuple[int, int]:
-        """Return what a rank sends in a step for (gathers, reductions), in units of Ψ(N_d-1)/N_d elements.
+        """Return what a rank sends in a step for (gathers, reductions), in units of Ψ(N_d-1)/N_d
+        elements.
 
-        An all-reduce counts twice. ZeRO-1 has (1, 2), and (1, 1) with `reduces_to_owners` (1910.02054, section 7.1).
+        An all-reduce counts twice. ZeRO-1 has (1, 2), and (1, 1) with `reduces_to_owners`
+        (1910.02054, section 7.1).
         """
         if self.stage == 3:
             return 2 * self.accumulation, self.accumulation
@@ -246,7 +289,9 @@ class ZeroSettings:
 
 
 def _allocates_temporaries(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer is an unfused class of torch whose update allocates temporaries."""
+    """Return whether the optimizer is an unfused class of torch whose update allocates
+    temporaries.
+    """
     params = optimizer.params
     if isinstance(params, SGD):
         return not params.fused and bool(params.weight_decay or params.nesterov)
@@ -254,7 +299,9 @@ def _allocates_temporaries(optimizer: Optimizer) -> bool:
 
 
 def _moment_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of an optimizer's fp32 states for one parameter; torch's SGD has none without momentum."""
+    """Return the bytes of an optimizer's fp32 states for one parameter; torch's SGD has none
+    without momentum.
+    """
     params = optimizer.params
     if isinstance(params, SGD):
         return 4 if params.momentum else 0

@@ -1,6 +1,7 @@
 """Seconds of matrix products and of collectives on one kind of device.
 
-Time is work divided by the achieved rate: the device's peak times a measured efficiency (zero_tp/parallel/devices.py).
+Time is work divided by the achieved rate: the device's peak times a measured efficiency
+(zero_tp/parallel/devices.py).
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from zero_tp.base.errors import UserError
 from zero_tp.parallel.devices import Device
 
 TILE = (256, 128)
-"""Rows and columns of the result that one multiprocessor makes at once: cuBLAS's most efficient tile (NVIDIA, Matrix
-Multiplication Background User's Guide, section 2.3)."""
-BASE_LATENCY, NEAR_HOP, FAR_HOP = 8.4e-6, 3.4e-6, 14e-6
-"""Seconds before a ring sends its first byte, of a hop over NVLink, and of a hop over a network (NCCL 2.18,
-src/graph/tuning.cc: `baseLat` and `hwLat` of Ring/Simple)."""
+"""Rows and columns of the result that one multiprocessor makes at once: cuBLAS's most efficient
+tile (NVIDIA, Matrix Multiplication Background User's Guide, section 2.3).
+"""
+BASE_LATENCY = 8.4e-6
+NEAR_HOP = 3.4e-6
+FAR_HOP = 14e-6
+"""Seconds before a ring sends its first byte, of a hop over NVLink, and of a hop over a network
+(NCCL 2.18, src/graph/tuning.cc: `baseLat` and `hwLat` of Ring/Simple).
+"""
 
 
 def matrix_flops(device: Device, dtype: str) -> float:
@@ -61,22 +66,27 @@ class Rates:
     def product_seconds(self, rows: float, columns: float, depth: float) -> float:
         """Return the seconds of [rows, depth] × [depth, columns].
 
-        The multiprocessors compute the result's tiles in waves, and the last wave takes as long as a full one. Writing
-        the result is added: a multiprocessor holds one tile and does not multiply while it writes.
+        The multiprocessors compute the result's tiles in waves, and the last wave takes as long as
+        a full one. Writing the result is added: a multiprocessor holds one tile and does not
+        multiply while it writes.
         """
         units = self.device.units
         flops = math.inf
         for tile_rows, tile_columns in (TILE, TILE[::-1]) if units > 1 else ((1, 1),):
             tiles = math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
-            flops = min(flops, math.ceil(tiles / units) * units * 2.0 * tile_rows * tile_columns * depth)
+            flops = min(
+                flops, math.ceil(tiles / units) * units * 2.0 * tile_rows * tile_columns * depth
+            )
         return flops / self.matrix + self.itemsize * rows * columns / self.memory
 
-    def collective_seconds(self, size: float, ranks: int, stride: int = 1, calls: float = 1) -> float:
+    def collective_seconds(
+        self, size: float, ranks: int, stride: int = 1, calls: float = 1
+    ) -> float:
         """Return the seconds of a ring all-gather or reduce-scatter.
 
-        A ring over several nodes enters and leaves each node once, however many of its ranks are there. A stride of n
-        means n groups of the same kind, such as the DP groups under TP n. Their rings run at the same time and share
-        the node's links.
+        A ring over several nodes enters and leaves each node once, however many of its ranks are
+        there. A stride of n means n groups of the same kind, such as the DP groups under TP n.
+        Their rings run at the same time and share the node's links.
 
         Args:
             size: bytes of the whole tensor.
@@ -97,5 +107,7 @@ class Rates:
         return calls * latency + size * (ranks - 1) / ranks / (speed * 1e9)
 
     def slowdown(self, seconds: float) -> float:
-        """Return the seconds that products lose to a concurrent collective of so many seconds, which uses SMs too."""
+        """Return the seconds that products lose to a concurrent collective of so many seconds,
+        which uses SMs too.
+        """
         return seconds * self.device.channels / self.device.units

@@ -1,6 +1,7 @@
 """Search for the fastest settings that fit, at the run's global batch and world size.
 
-All candidates are ranked by formulas. The best ones then get a dry run and must load as a run's config.
+All candidates are ranked by formulas. The best ones then get a dry run and must load as a run's
+config.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ NEAREST = 8
 """Number of candidates that do not fit by formulas and still get a dry run."""
 MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 OFFLOADS = ((0, False, False), (1, True, False), (3, True, True))
-"""(the lowest ZeRO stage with this offload, offload of the optimizer, offload of the parameters)."""
+"""(the lowest ZeRO stage with this offload, offload of the optimizer, offload of the
+parameters).
+"""
 
 
 class Search:
@@ -50,19 +53,23 @@ class Search:
     def __init__(self, config: RunConfig, device: Device):
         """Rank all candidates by formulas."""
         assert config.world_size is not None
-        self.config, self.device, self.ranks = config, device, config.world_size
+        self.config = config
+        self.device = device
+        self.ranks = config.world_size
         self._dry_runs: dict[tuple[int, bool, int, str], list[MemorySample]] = {}
         self.ranked = list(self._candidates())
         if not self.ranked:
             raise UserError(
-                f"--search: no TP size suits {self.ranks} ranks, the model's heads and MLP, and a global batch of "
+                f"--search: no TP size suits {self.ranks} ranks, the model's heads and MLP, and a "
+                "global batch of "
                 f"{config.global_batch}; change one of them"
             )
         self.ranked.sort(key=lambda this: (max(0.0, this.shortage), this.time.total, this.needed))
         self.fitting = sum(candidate.fits for candidate in self.ranked)
 
     def fastest(self, overrides: Sequence[str], top: int) -> tuple[list[Estimate], dict[str, Any]]:
-        """Return the fastest `top` candidates that fit in a dry run and load as a config, and the first one's config.
+        """Return the fastest `top` candidates that fit in a dry run and load as a config, and the
+        first one's config.
 
         If none that fits by formulas fits in its dry run, the next NEAREST candidates get one too.
 
@@ -88,24 +95,33 @@ class Search:
         if shown:
             return [estimate for estimate, _ in shown], shown[0][1]
         if refusal is not None:
-            raise UserError(f"--search: every setting that fits is refused, the last one because: {refusal}")
+            raise UserError(
+                f"--search: every setting that fits is refused, the last one because: {refusal}"
+            )
         raise UserError(self._describe_nearest(too_large))
 
     def _describe_nearest(self, too_large: Sequence[Estimate]) -> str:
-        device, nearest = self.device, min(too_large, key=lambda estimate: estimate.shortage)
+        device = self.device
+        nearest = min(too_large, key=lambda estimate: estimate.shortage)
         largest = sorted(nearest.peak.bytes.items(), key=lambda item: -item[1])[:3]
         listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in largest)
         return (
-            f"{self.config.path}: does not fit {self.ranks} × {device.name}: of {len(self.ranked)} candidates "
-            f"{self.fitting or 'none'} fit by formulas, and none of the nearest {len(too_large)} fits in a dry run; "
-            f"{nearest.describe()} comes nearest with {nearest.needed / GIB:.1f} of {device.memory_gib:.4g} GiB "
-            f"a device ({listed}) and {nearest.host_needed / GIB:.0f} of {device.host_memory_gib:.4g} GiB of a node's "
-            f"host memory, short by {nearest.shortage / GIB:.1f} GiB a device; use more or larger devices"
+            f"{self.config.path}: does not fit {self.ranks} × {device.name}: of {len(self.ranked)} "
+            "candidates "
+            f"{self.fitting or 'none'} fit by formulas, and none of the nearest {len(too_large)} "
+            "fits in a dry run; "
+            f"{nearest.describe()} comes nearest with {nearest.needed / GIB:.1f} of "
+            f"{device.memory_gib:.4g} GiB "
+            f"a device ({listed}) and {nearest.host_needed / GIB:.0f} of "
+            f"{device.host_memory_gib:.4g} GiB of a node's "
+            f"host memory, short by {nearest.shortage / GIB:.1f} GiB a device; use more or larger "
+            "devices"
         )
 
     def _candidates(self) -> Iterator[Estimate]:
         """Yield all candidates, with their memory by formulas."""
-        config, device = self.config, self.device
+        config = self.config
+        device = self.device
         run_settings = ZeroSettings.of(config, cpu=device.is_cpu)
         run_workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
         for tensor, sequence in itertools.product(_divisors(self.ranks), (False, True)):
@@ -118,17 +134,27 @@ class Search:
             except UserError:  # heads or MLP do not divide
                 continue
             # Fused attention has no activations that selective recomputation could drop.
-            is_fused = model.spec.attention != "eager" and not (device.is_cpu and model.spec.dropouts.attention)
-            policies = [RecomputePolicy(mode=mode) for mode in MODES if not (is_fused and mode == "selective")]
+            is_fused = model.spec.attention != "eager" and not (
+                device.is_cpu and model.spec.dropouts.attention
+            )
+            policies = [
+                RecomputePolicy(mode=mode)
+                for mode in MODES
+                if not (is_fused and mode == "selective")
+            ]
             policies += [run_workload.policy] * (run_workload.policy not in policies)
-            choices = itertools.product(_divisors(samples), range(4), policies, OFFLOADS, (False, True))
+            choices = itertools.product(
+                _divisors(samples), range(4), policies, OFFLOADS, (False, True)
+            )
             for micro, stage, policy, (lowest_stage, optimizer, parameters), owners in choices:
                 changes = {
                     "offload_optimizer": optimizer,
                     "offload_param": parameters,
                     "requests_owner_reduction": owners,
                 }
-                settings = run_settings.with_stage(stage, data=data, accumulation=samples // micro, **changes)
+                settings = run_settings.with_stage(
+                    stage, data=data, accumulation=samples // micro, **changes
+                )
                 if stage < lowest_stage or settings.reduces_to_owners != owners:
                     continue
                 checkpointing = run_workload.checkpointing
@@ -138,48 +164,81 @@ class Search:
                     tensor=tensor,
                     sequence=sequence,
                     policy=policy,
-                    checkpointing=checkpointing if policy.mode == "full" else ActivationCheckpointing(),
+                    checkpointing=checkpointing
+                    if policy.mode == "full"
+                    else ActivationCheckpointing(),
                 )
-                zero = ZeroMemory(model.parameters, settings, workload.fully_recomputed_layers(model.spec.layers))
-                yield Estimate(device, model, workload, RankMemory(zero, _estimated_samples(model, workload, zero)))
+                zero = ZeroMemory(
+                    model.parameters, settings, workload.fully_recomputed_layers(model.spec.layers)
+                )
+                yield Estimate(
+                    device,
+                    model,
+                    workload,
+                    RankMemory(zero, _estimated_samples(model, workload, zero)),
+                )
 
     def _dry_run(self, estimate: Estimate) -> Estimate:
-        workload, spec = estimate.workload, estimate.model.spec
-        key = (workload.tensor, workload.sequence, workload.batch, workload.policy.model_dump_json())
+        workload = estimate.workload
+        spec = estimate.model.spec
+        key = (
+            workload.tensor,
+            workload.sequence,
+            workload.batch,
+            workload.policy.model_dump_json(),
+        )
         if key not in self._dry_runs:
             self._dry_runs[key] = dry_run(self.config.hf_config(), workload)
         memory = RankMemory(
-            estimate.memory.zero, self._dry_runs[key], workload.activation_checkpoint_bytes(spec.hidden, spec.layers)
+            estimate.memory.zero,
+            self._dry_runs[key],
+            workload.activation_checkpoint_bytes(spec.hidden, spec.layers),
         )
         return replace(estimate, memory=memory)
 
 
-def _estimated_samples(model: ModelSize, workload: Workload, zero: ZeroMemory) -> list[MemorySample]:
+def _estimated_samples(
+    model: ModelSize, workload: Workload, zero: ZeroMemory
+) -> list[MemorySample]:
     """Return a few samples by the papers' formulas: the end of forward, and three in backward.
 
-    They add what the formulas leave out: all activations of the layer whose backward runs, the gradient of the output
-    layer and gradients of the residual stream. One block of logits replaces all logits (parallel/loss.py).
+    They add what the formulas leave out: all activations of the layer whose backward runs, the
+    gradient of the output layer and gradients of the residual stream. One block of logits replaces
+    all logits (parallel/loss.py).
     """
-    paper, layers = PaperMemory(model, workload, zero.settings.stage, zero.settings.data), model.spec.layers
+    paper = PaperMemory(model, workload, zero.settings.stage, zero.settings.data)
+    layers = model.spec.layers
     logits = 4.0 * workload.labels * model.spec.vocabulary / workload.tensor
     saved = paper.all_layers_bytes() + paper.outside_bytes() - logits
     one_layer = paper.layer_bytes(recomputes=False)
-    shard, dtype = -(-model.spec.vocabulary // workload.tensor), getattr(torch, DTYPES[workload.dtype])
+    shard = -(-model.spec.vocabulary // workload.tensor)
+    dtype = getattr(torch, DTYPES[workload.dtype])
     length, batch = (workload.length, workload.batch) if model.spec.causal else (workload.labels, 1)
     positions = block_positions(length, batch, shard, model.spec.hidden, dtype)
-    gradient = (4 if accumulates_in_fp32(length, positions, dtype) else workload.itemsize) * shard * model.spec.hidden
+    gradient = (
+        (4 if accumulates_in_fp32(length, positions, dtype) else workload.itemsize)
+        * shard
+        * model.spec.hidden
+    )
     block = workload.itemsize * positions * batch * shard
     stream = 4 * workload.itemsize * paper.layer.residual
-    # With ZeRO-3 the sample in the middle of backward is of the layer with the most gathered parameters.
+    # With ZeRO-3 the sample in the middle of backward is of the layer with the most gathered
+    # parameters.
     gathered = zero.gathered_by_layer if zero.settings.stage == 3 else {("backward", 0): 0.0}
     _, middle = max(gathered, key=gathered.__getitem__)
     total = float(zero.parameters.total)
     return [
         MemorySample("forward", layers, saved + gradient, block, 0.0),
         MemorySample(
-            "backward", layers - 1, saved, one_layer + stream + workload.itemsize * shard * model.spec.hidden, 0.0
+            "backward",
+            layers - 1,
+            saved,
+            one_layer + stream + workload.itemsize * shard * model.spec.hidden,
+            0.0,
         ),
-        MemorySample("backward", min(max(middle, 0), layers - 1), saved / 2, one_layer + stream, total / 2),
+        MemorySample(
+            "backward", min(max(middle, 0), layers - 1), saved / 2, one_layer + stream, total / 2
+        ),
         MemorySample("backward", 0, saved / layers, one_layer + stream, total),
     ]
 
@@ -189,10 +248,12 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
-# ---- back to a config ------------------------------------------------------------------------------------------------
+# ---- back to a config ----------------------------------------------------------------------------
 
 
-def candidate_config(raw: Mapping[str, Any], workload: Workload, settings: ZeroSettings) -> dict[str, Any]:
+def candidate_config(
+    raw: Mapping[str, Any], workload: Workload, settings: ZeroSettings
+) -> dict[str, Any]:
     """Return a run's config with the settings of a candidate.
 
     Args:
@@ -212,7 +273,11 @@ def candidate_config(raw: Mapping[str, Any], workload: Workload, settings: ZeroS
             zero.pop(key, None)
         elif (zero.get(key) or {}).get("device", "none") == "none":
             zero[key] = {"device": "cpu", "pin_memory": True}
-    parallel = {**raw["zero_tp"].get("parallel", {}), "tensor": workload.tensor, "sequence": workload.sequence}
+    parallel = {
+        **raw["zero_tp"].get("parallel", {}),
+        "tensor": workload.tensor,
+        "sequence": workload.sequence,
+    }
     config: dict[str, Any] = {
         **raw,
         "train_batch_size": workload.batch * settings.accumulation * settings.data,

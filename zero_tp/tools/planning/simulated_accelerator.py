@@ -1,7 +1,8 @@
-"""A simulated accelerator, on which the model's code takes the branches that it takes on a real one.
+"""A simulated accelerator, on which the model's code takes the branches that it takes on a real
+one.
 
-Its tensors are fake (torch's FakeTensorMode), on a PrivateUse1 device without a C++ backend. Fused attention,
-page-locked memory, streams with their events, and random generators are replaced.
+Its tensors are fake (torch's FakeTensorMode), on a PrivateUse1 device without a C++ backend. Fused
+attention, page-locked memory, streams with their events, and random generators are replaced.
 """
 
 from __future__ import annotations
@@ -41,18 +42,20 @@ def has_real_device() -> bool:
 def run_isolated(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
     """Call a module's `function` in a new Python process without devices, and return its result.
 
-    The simulated device becomes its process's accelerator (`at::getAccelerator` prefers PrivateUse1): from then on a
-    backward on CUDA fails.
+    The simulated device becomes its process's accelerator (`at::getAccelerator` prefers
+    PrivateUse1): from then on a backward on CUDA fails.
 
     Raises:
-        UserError: the process has no result within `TIMEOUT_SECONDS`, for example because it was killed.
+        UserError: the process has no result within `TIMEOUT_SECONDS`, for example because it was
+            killed.
     """
     with _without_script(), multiprocessing.get_context("spawn").Pool(1, _hide_devices) as pool:
         try:
             return pool.apply_async(function, arguments, options).get(TIMEOUT_SECONDS)
         except multiprocessing.TimeoutError:
             raise UserError(
-                f"the plan's dry run had no result in {TIMEOUT_SECONDS:g} s; its process may have been killed for "
+                f"the plan's dry run had no result in {TIMEOUT_SECONDS:g} s; its process may have "
+                "been killed for "
                 "want of memory: run zero-tp plan where more is free"
             ) from None
 
@@ -97,7 +100,8 @@ def _simulated() -> torch.device:
     runtime.Stream = runtime.current_stream = _Stream
     runtime.stream = nullcontext
     runtime.get_rng_state = runtime.set_rng_state = lambda *_: None  # for `torch.random.fork_rng`
-    # torch's checkpoint(), later in this process, opens an autocast of the backend that was registered last.
+    # torch's checkpoint(), later in this process, opens an autocast of the backend that was
+    # registered last.
     runtime.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return torch.device("sim")
 
@@ -120,18 +124,23 @@ class _Stream:
 class _PageableMemory(TorchFunctionMode):
     """Allocate pageable memory instead of page-locked memory."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         return function(*args, **kwargs)
 
 
-def _fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Any, **options: Any) -> Any:
+def _fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Any, **options: Any
+) -> Any:
     """Return a fake output, and keep for backward what torch's flash attention keeps.
 
-    `scaled_dot_product_attention` itself would choose the maths kernel on the simulated device. Fused kernels keep Q,
-    K, V, the mask, their output and the logarithm of each softmax's sum, and a seed instead of dropout's mask.
+    `scaled_dot_product_attention` itself would choose the maths kernel on the simulated device.
+    Fused kernels keep Q, K, V, the mask, their output and the logarithm of each softmax's sum, and
+    a seed instead of dropout's mask.
     """
     return _Fused.apply(query, key, value, mask)
 
@@ -140,7 +149,9 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         output = torch.empty_like(query)
-        ctx.save_for_backward(query, key, value, mask, output, query.new_empty(query.shape[:3], dtype=torch.float32))
+        ctx.save_for_backward(
+            query, key, value, mask, output, query.new_empty(query.shape[:3], dtype=torch.float32)
+        )
         return output
 
     @staticmethod

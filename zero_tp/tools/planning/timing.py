@@ -1,7 +1,7 @@
 """Estimate the time of a step, by term, from a device's rates.
 
-Communication overlaps computation where the code overlaps it (parallel/linear.py, DeepSpeed's `overlap_comm`). No
-constant was fitted to a run: tests compare the estimates with published times.
+Communication overlaps computation where the code overlaps it (parallel/linear.py, DeepSpeed's
+`overlap_comm`). No constant was fitted to a run: tests compare the estimates with published times.
 
 Notation: s sequence, b batch, h hidden, a heads, t TP size.
 """
@@ -21,13 +21,17 @@ from zero_tp.tools.planning.rates import Rates, matrix_flops
 from zero_tp.tools.planning.zero import ALLREDUCE_BUCKET
 
 FLASH_SHARE = 0.6
-"""Share of the matrix peak that fused attention reaches: 50 to 73 % on an A100 (arXiv 2307.08691, abstract)."""
+"""Share of the matrix peak that fused attention reaches: 50 to 73 % on an A100 (arXiv
+2307.08691, abstract).
+"""
 HOST_MEMORY_GBPS = 200.0
 """Bandwidth of a node's host memory, which an offloaded optimizer reads and writes."""
 
 
 class Seconds(NamedTuple):
-    """Seconds of matrix products, of operations bound by memory bandwidth, and of exposed TP collectives."""
+    """Seconds of matrix products, of operations bound by memory bandwidth, and of exposed TP
+    collectives.
+    """
 
     products: float = 0.0
     memory_bound: float = 0.0
@@ -39,7 +43,9 @@ class Seconds(NamedTuple):
 
 
 class LayerTime(NamedTuple):
-    """Seconds of a layer's forward, of its backward, and of its recomputation in backward, if it is recomputed."""
+    """Seconds of a layer's forward, of its backward, and of its recomputation in backward, if it
+    is recomputed.
+    """
 
     forward: Seconds
     backward: Seconds
@@ -60,11 +66,13 @@ class StepTime:
     """The seconds of one step, by term.
 
     Attributes:
-        products: matrix products of forward and backward, slowed down by the TP communication that they overlap.
+        products: matrix products of forward and backward, slowed down by the TP communication that
+            they overlap.
         recompute: recomputation in backward.
         elementwise: norms, activations, dropout, residual sums, softmax, accumulation of gradients.
         tp_communication: exposed collectives over TP.
-        dp_communication: exposed collectives over DP, and the slowdown of the products that overlap the others.
+        dp_communication: exposed collectives over DP, and the slowdown of the products that overlap
+            the others.
         optimizer: the update.
         host: copies to and from host memory.
         layer: of one layer and micro-batch.
@@ -102,7 +110,8 @@ class StepTime:
 class StepTimeEstimator:
     """Compute the `StepTime` of a run on one kind of device.
 
-    A token's experts count as one MLP with their total width. Tokens are copied to sort them by expert.
+    A token's experts count as one MLP with their total width. Tokens are copied to sort them by
+    expert.
 
     Attributes:
         parameters: elements on one rank before ZeRO partitions them (Ψ/t).
@@ -116,7 +125,9 @@ class StepTimeEstimator:
 
     @cached_property
     def rates(self) -> Rates:
-        return Rates(self.device, self.workload.itemsize, matrix_flops(self.device, self.workload.dtype))
+        return Rates(
+            self.device, self.workload.itemsize, matrix_flops(self.device, self.workload.dtype)
+        )
 
     @cached_property
     def layer(self) -> Layer:
@@ -125,54 +136,80 @@ class StepTimeEstimator:
     def layer_time(self) -> LayerTime:
         """Return the time of one layer and micro-batch, a mean over layers."""
         products = [*self._column_products(), *self._row_products()]
-        outputs = sum(self.rates.product_seconds(self._tokens, columns, depth) for depth, columns in products)
+        outputs = sum(
+            self.rates.product_seconds(self._tokens, columns, depth) for depth, columns in products
+        )
         gradients = self._input_gradients(products) + self._weight_gradients(products)
         core_forward, core_backward = self._attention_core()
         traffic = self.memory_traffic()
-        bytes_forward, bytes_backward = (sum(sizes) for sizes in zip(*traffic.values(), strict=True))
+        bytes_forward, bytes_backward = (
+            sum(sizes) for sizes in zip(*traffic.values(), strict=True)
+        )
         tp_forward, tp_backward, slowdown = self._tp_collectives()
         forward = Seconds(outputs + core_forward, bytes_forward / self.rates.memory, tp_forward)
-        backward = Seconds(gradients + core_backward + slowdown, bytes_backward / self.rates.memory, tp_backward)
-        policy, recompute = self.workload.policy, Seconds()
+        backward = Seconds(
+            gradients + core_backward + slowdown, bytes_backward / self.rates.memory, tp_backward
+        )
+        policy = self.workload.policy
+        recompute = Seconds()
         if policy.mode == "full":
             recompute = forward
         elif policy.mode == "selective":
             core = core_forward if "attention_core" in policy.chosen_modules else 0.0
-            recompute = Seconds(core, sum(traffic[module][0] for module in policy.chosen_modules) / self.rates.memory)
+            recompute = Seconds(
+                core,
+                sum(traffic[module][0] for module in policy.chosen_modules) / self.rates.memory,
+            )
         return LayerTime(forward, backward, recompute)
 
-    # ---- products ----------------------------------------------------------------------------------------------------
+    # ---- products --------------------------------------------------------------------------------
 
     def _column_products(self) -> list[tuple[float, float]]:
         """Return (inputs, outputs) of the column-parallel products."""
-        spec, t = self.spec, self.workload.tensor
+        spec = self.spec
+        t = self.workload.tensor
         kv_heads = max(1.0, spec.kv_heads / t)
         mlp = (spec.mlp_matrices - 1) * spec.active_width / t
         return [(spec.hidden, (spec.heads / t + 2 * kv_heads) * spec.head_size), (spec.hidden, mlp)]
 
     def _row_products(self) -> list[tuple[float, float]]:
         """Return (inputs, outputs) of the row-parallel products."""
-        spec, t = self.spec, self.workload.tensor
-        return [(spec.heads * spec.head_size / t, spec.hidden), (spec.active_width / t, spec.hidden)]
+        spec = self.spec
+        t = self.workload.tensor
+        return [
+            (spec.heads * spec.head_size / t, spec.hidden),
+            (spec.active_width / t, spec.hidden),
+        ]
 
     @property
     def _tokens(self) -> int:
         return self.workload.length * self.workload.batch
 
     def _input_gradients(self, products: list[tuple[float, float]]) -> float:
-        return sum(self.rates.product_seconds(self._tokens, inputs, outputs) for inputs, outputs in products)
+        return sum(
+            self.rates.product_seconds(self._tokens, inputs, outputs)
+            for inputs, outputs in products
+        )
 
     def _weight_gradients(self, products: list[tuple[float, float]]) -> float:
-        return sum(self.rates.product_seconds(inputs, outputs, self._tokens) for inputs, outputs in products)
+        return sum(
+            self.rates.product_seconds(inputs, outputs, self._tokens)
+            for inputs, outputs in products
+        )
 
     def _attention_core(self) -> tuple[float, float]:
         """Return the seconds of QKᵀ and of the attention-weighted sum of V, forward and backward.
 
-        An eager core's products read and write all scores, which takes longer than multiplying. A fused core keeps
-        scores on the multiprocessor, skips tiles that a causal mask hides, and recomputes the scores in backward.
+        An eager core's products read and write all scores, which takes longer than multiplying. A
+        fused core keeps scores on the multiprocessor, skips tiles that a causal mask hides, and
+        recomputes the scores in backward.
         """
-        spec, rates = self.spec, self.rates
-        flops = forward_flops(spec, self.workload.batch, self.workload.length).core / self.workload.tensor
+        spec = self.spec
+        rates = self.rates
+        flops = (
+            forward_flops(spec, self.workload.batch, self.workload.length).core
+            / self.workload.tensor
+        )
         if spec.attention == "eager":
             traffic = 2 * rates.itemsize * (self.layer.scores + self.layer.queries + self._keys)
             forward = max(flops / rates.matrix, traffic / rates.memory)
@@ -181,57 +218,82 @@ class StepTimeEstimator:
         forward = flops * (0.5 if spec.causal else 1.0) / rate
         return forward, 2.5 * forward
 
-    # ---- memory traffic ----------------------------------------------------------------------------------------------
+    # ---- memory traffic --------------------------------------------------------------------------
 
     @property
     def _keys(self) -> float:
         """Return the elements of the keys that this rank computes: at least one head's."""
-        return self._tokens * self.spec.head_size * max(1.0, self.spec.kv_heads / self.workload.tensor)
+        return (
+            self._tokens * self.spec.head_size * max(1.0, self.spec.kv_heads / self.workload.tensor)
+        )
 
     def memory_traffic(self) -> dict[str, Traffic]:
         """Return the bytes by operation, without products. `recompute.modules` has the same names.
 
         A norm's backward reads its input and gradient twice, once for the weight's gradient.
         """
-        spec, e, layer, stream = self.spec, self.workload.itemsize, self.layer, self.layer.residual
+        spec = self.spec
+        e = self.workload.itemsize
+        layer = self.layer
+        stream = self.layer.residual
         biased = zip(self._column_products(), (spec.qkv_bias, spec.mlp_bias), strict=True)
         biased_columns = self._tokens * sum(outputs for (_, outputs), bias in biased if bias)
         row_biases = spec.output_bias + spec.mlp_bias
         dropped = 2 * (2 * e + 1) * stream if spec.dropouts.residual else 0.0
-        bias_in_product = self.workload.tensor == 1  # with TP a row-parallel bias is added after the reduction
+        bias_in_product = (
+            self.workload.tensor == 1
+        )  # with TP a row-parallel bias is added after the reduction
         queries, keys = 2 * e * layer.queries, 2 * e * self._keys  # read and written
         rotated = 0.0 if spec.rotary is None else 2 * (queries + keys)
         eager = spec.attention == "eager"
         transposed = queries + (queries + 2 * keys if eager else 0.0)
-        # Forward has softmax, dropout, and `baddbmm`, which copies the mask into its result and adds the product to it.
+        # Forward has softmax, dropout, and `baddbmm`, which copies the mask into its result and
+        # adds the product to it.
         scores = layer.scores if eager else 0.0
         sorted_copies = 0.0  # of tokens before the experts, and of their outputs
         if spec.experts is not None:
-            sorted_copies = self._tokens * spec.hidden * spec.experts.per_token * len(spec.expert_layers) / spec.layers
+            sorted_copies = (
+                self._tokens
+                * spec.hidden
+                * spec.experts.per_token
+                * len(spec.expert_layers)
+                / spec.layers
+            )
         mask = 2 * e + 1 if spec.dropouts.attention else 0
         return {
             "norm": (4 * e * stream, 10 * e * stream),
             "dropout": (dropped, dropped),
             "sums": (6 * e * stream, 6 * e * stream),
-            "row biases": (0.0 if bias_in_product else 2 * e * stream * row_biases, e * stream * row_biases),
+            "row biases": (
+                0.0 if bias_in_product else 2 * e * stream * row_biases,
+                e * stream * row_biases,
+            ),
             "column biases": (0.0, e * biased_columns),  # the product adds them
-            "mlp_activation": (e * layer.mlp * spec.mlp_matrices, e * layer.mlp * (2 * spec.mlp_matrices - 1)),
+            "mlp_activation": (
+                e * layer.mlp * spec.mlp_matrices,
+                e * layer.mlp * (2 * spec.mlp_matrices - 1),
+            ),
             "heads": (transposed + rotated, transposed + rotated),
             "experts": (4 * e * sorted_copies, 4 * e * sorted_copies),
             "attention_core": (scores * (4 * e + mask), scores * (3 * e + mask)),
         }
 
-    # ---- collectives -------------------------------------------------------------------------------------------------
+    # ---- collectives -----------------------------------------------------------------------------
 
     def _tp_collectives(self) -> tuple[float, float, float]:
-        """Return the seconds of exposed collectives in forward and backward, and how much the others slow products.
+        """Return the seconds of exposed collectives in forward and backward, and how much the
+        others slow products.
 
-        An all-reduce has two halves, a reduce-scatter and an all-gather. Forward has four halves, all exposed. Backward
-        has four that overlap with products of the column-parallel layers: with weight gradients, and under SP with
-        input gradients too. SP adds two exposed all-gathers of the output gradients of row-parallel layers.
+        An all-reduce has two halves, a reduce-scatter and an all-gather. Forward has four halves,
+        all exposed. Backward has four that overlap with products of the column-parallel layers:
+        with weight gradients, and under SP with input gradients too. SP adds two exposed
+        all-gathers of the output gradients of row-parallel layers.
         """
-        workload, rates = self.workload, self.rates
-        half = rates.collective_seconds(workload.itemsize * self._tokens * self.spec.hidden, workload.tensor)
+        workload = self.workload
+        rates = self.rates
+        half = rates.collective_seconds(
+            workload.itemsize * self._tokens * self.spec.hidden, workload.tensor
+        )
         overlapped = min(4 * half, self.overlapped_products())
         exposed = 2 * half if workload.sequence else 0.0
         return 4 * half, exposed + 4 * half - overlapped, rates.slowdown(overlapped)
@@ -239,94 +301,140 @@ class StepTimeEstimator:
     def overlapped_products(self) -> float:
         """Return the seconds of products that overlap backward's collectives over TP."""
         columns = self._column_products()
-        return self._weight_gradients(columns) + (self._input_gradients(columns) if self.workload.sequence else 0.0)
+        return self._weight_gradients(columns) + (
+            self._input_gradients(columns) if self.workload.sequence else 0.0
+        )
 
-    # ---- a step ------------------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------------------
 
     def estimate(self) -> StepTime:
         """Return the seconds of one step, by term."""
-        micro, layers = self.zero.accumulation, self.spec.layers
+        micro = self.zero.accumulation
+        layers = self.spec.layers
         recomputed = self.workload.policy.mean_recomputed_layers(layers, micro)
-        layer, head = self.layer_time(), self.head_time()
-        all_layers = Seconds(*(layers * sum(passes) for passes in zip(layer.forward, layer.backward, strict=True)))
+        layer = self.layer_time()
+        head = self.head_time()
+        all_layers = Seconds(
+            *(layers * sum(passes) for passes in zip(layer.forward, layer.backward, strict=True))
+        )
         backward = layers * layer.backward.total + recomputed * layer.recompute.total
         optimizer, host = self._optimizer()
         return StepTime(
             products=micro * (all_layers.products + head.products),
             recompute=micro * recomputed * layer.recompute.total,
-            elementwise=micro * (all_layers.memory_bound + self.accumulation_time() + head.memory_bound),
+            elementwise=micro
+            * (all_layers.memory_bound + self.accumulation_time() + head.memory_bound),
             tp_communication=micro * all_layers.collectives,
-            dp_communication=self._dp_communication(layers * layer.forward.total + head.total, backward),
+            dp_communication=self._dp_communication(
+                layers * layer.forward.total + head.total, backward
+            ),
             optimizer=optimizer,
             host=host,
             layer=layer,
         )
 
     def head_time(self) -> Seconds:
-        """Return forward and backward of the output layer and the loss, which reads or writes each logit six times."""
-        workload, hidden, product = self.workload, self.spec.hidden, self.rates.product_seconds
-        labels, width = workload.labels, head_products(self.spec) / hidden / workload.tensor
-        products = product(labels, width, hidden) + product(labels, hidden, width) + product(hidden, width, labels)
+        """Return forward and backward of the output layer and the loss, which reads or writes
+        each logit six times.
+        """
+        workload = self.workload
+        hidden = self.spec.hidden
+        product = self.rates.product_seconds
+        labels = workload.labels
+        width = head_products(self.spec) / hidden / workload.tensor
+        products = (
+            product(labels, width, hidden)
+            + product(labels, hidden, width)
+            + product(hidden, width, labels)
+        )
         return Seconds(products, 6 * workload.itemsize * labels * width / self.rates.memory)
 
     def accumulation_time(self) -> float:
         """Return the seconds that accumulating one micro-batch's gradients takes.
 
-        Accumulation in another dtype uses a buffer even for a single micro-batch; it is zeroed once a step.
+        Accumulation in another dtype uses a buffer even for a single micro-batch; it is zeroed once
+        a step.
         """
-        zero, e = self.zero, self.workload.itemsize
+        zero = self.zero
+        e = self.workload.itemsize
         has_buffer = zero.grad_accum_itemsize != e
         if zero.accumulation == 1 and not has_buffer:
             return 0.0
-        traffic = 2.0 * zero.grad_accum_itemsize + e + zero.grad_accum_itemsize * has_buffer / zero.accumulation
+        traffic = (
+            2.0 * zero.grad_accum_itemsize
+            + e
+            + zero.grad_accum_itemsize * has_buffer / zero.accumulation
+        )
         return self.parameters * traffic / self.rates.memory
 
     def _dp_communication(self, forward: float, backward: float) -> float:
-        """Return the seconds of exposed communication over DP: the gathers and reductions of `ZeroSettings.volumes`.
+        """Return the seconds of exposed communication over DP: the gathers and reductions of
+        `ZeroSettings.volumes`.
 
         DeepSpeed synchronises with the device before each reduction to an owner (stage_1_and_2.py,
         `allreduce_and_copy`), so those never overlap.
         """
-        zero, micro, e = self.zero, self.zero.accumulation, self.workload.itemsize
-        (gathers, reductions), gradient_bytes = zero.volumes, zero.communication_itemsize * self.parameters
+        zero = self.zero
+        micro = self.zero.accumulation
+        e = self.workload.itemsize
+        (gathers, reductions), gradient_bytes = (
+            zero.volumes,
+            zero.communication_itemsize * self.parameters,
+        )
         if zero.stage == 3:
             layers = self.spec.layers  # one gather and one reduction for each
-            gather = self.rates.collective_seconds(e * self.parameters, zero.data, self.workload.tensor, layers)
-            reduce = self.rates.collective_seconds(gradient_bytes, zero.data, self.workload.tensor, layers)
+            gather = self.rates.collective_seconds(
+                e * self.parameters, zero.data, self.workload.tensor, layers
+            )
+            reduce = self.rates.collective_seconds(
+                gradient_bytes, zero.data, self.workload.tensor, layers
+            )
             computing = micro * (forward + backward) if zero.overlap else 0.0
             return self._exposed(gathers * gather + reductions * reduce, computing)
         bucket = zero.reduce_bucket if zero.reduces_in_buckets else ALLREDUCE_BUCKET
         calls = max(1, -(-self.parameters // bucket))
         if zero.reduces_to_owners:
-            # A partition's end also ends a bucket. NCCL reduces to one rank in a chain: each link carries the whole
-            # tensor (tuning.cc: N steps), instead of (N-1)/N of it in a ring.
-            calls, gradient_bytes = calls + zero.data - 1, gradient_bytes * zero.data / (zero.data - 1)
+            # A partition's end also ends a bucket. NCCL reduces to one rank in a chain: each link
+            # carries the whole tensor (tuning.cc: N steps), instead of (N-1)/N of it in a ring.
+            calls = calls + zero.data - 1
+            gradient_bytes = gradient_bytes * zero.data / (zero.data - 1)
         gather = self.rates.collective_seconds(e * self.parameters, zero.data, self.workload.tensor)
-        reduce = self.rates.collective_seconds(gradient_bytes, zero.data, self.workload.tensor, calls)
-        computing = (micro if zero.stage == 2 else 1) * backward if self.reduces_in_backward else 0.0
+        reduce = self.rates.collective_seconds(
+            gradient_bytes, zero.data, self.workload.tensor, calls
+        )
+        computing = (
+            (micro if zero.stage == 2 else 1) * backward if self.reduces_in_backward else 0.0
+        )
         return gathers * gather + self._exposed(reductions * reduce, computing)
 
     @property
     def reduces_in_backward(self) -> bool:
         """Return whether stages 0 to 2 reduce gradients while backward runs."""
-        return self.zero.overlap and self.zero.reduces_in_buckets and not self.zero.reduces_to_owners
+        return (
+            self.zero.overlap and self.zero.reduces_in_buckets and not self.zero.reduces_to_owners
+        )
 
     def _exposed(self, communicating: float, computing: float) -> float:
-        """Return the exposed seconds of communication that overlaps with computing, and the products' slowdown."""
+        """Return the exposed seconds of communication that overlaps with computing, and the
+        products' slowdown.
+        """
         overlapped = min(communicating, computing)
         return communicating - overlapped + self.rates.slowdown(overlapped)
 
     def _optimizer(self) -> tuple[float, float]:
         """Return the seconds of the update and of copies between host and device.
 
-        The update reads and writes masters and moments, and reads gradients. It copies 16-bit weights from the masters,
-        converts gradients to fp32, takes their norm and clips them.
+        The update reads and writes masters and moments, and reads gradients. It copies 16-bit
+        weights from the masters, converts gradients to fp32, takes their norm and clips them.
         """
-        zero, e, memory = self.zero, self.workload.itemsize, self.rates.memory
+        zero = self.zero
+        e = self.workload.itemsize
+        memory = self.rates.memory
         part = self.parameters / (zero.data if zero.stage else 1)
         update = 2 * (4 + zero.moments) + 4 + (4 + e if e < 4 else 0)
         conversion = zero.grad_accum_itemsize + 4 if zero.grad_accum_itemsize < 4 else 0
-        clipping, norm = 8 if zero.clips_gradients else 0, 4 * self.parameters
+        clipping = 8 if zero.clips_gradients else 0
+        norm = 4 * self.parameters
         traffic = part * (update + conversion + clipping) + norm
         host_link = self.device.host_gbps * 1e9 * self.device.link_share
         copies = 0.0  # copies of activation checkpoints overlap with the layers
@@ -335,5 +443,9 @@ class StepTimeEstimator:
         if not zero.offload_optimizer:
             return traffic / memory, copies
         copies += (zero.accumulation * e * part + e * part) / host_link
-        host_memory = HOST_MEMORY_GBPS * 1e9 / min(self.device.per_node, max(1, zero.data * self.workload.tensor))
+        host_memory = (
+            HOST_MEMORY_GBPS
+            * 1e9
+            / min(self.device.per_node, max(1, zero.data * self.workload.tensor))
+        )
         return traffic / host_memory, copies

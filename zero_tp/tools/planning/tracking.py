@@ -1,7 +1,7 @@
 """Track when each storage is allocated and freed, for real and fake tensors.
 
-An allocation is recorded when its operation returns, a free when the last reference is gone. Workspaces inside kernels
-and the allocator's fragmentation are not recorded.
+An allocation is recorded when its operation returns, a free when the last reference is gone.
+Workspaces inside kernels and the allocator's fragmentation are not recorded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Allocation:
 
     Attributes:
         bytes: its size.
-        allocated, freed: positions in the order of all allocations and frees; `freed` is None while it is alive.
+        allocated, freed: positions in the order of all allocations and frees; `freed` is None while
+            it is alive.
         operation, shape: the operation that allocated it, and the shape of its result.
         category: set by `Allocations.mark`, else None.
     """
@@ -60,7 +61,11 @@ class Allocations(TorchDispatchMode):
         self._alive: dict[int, tuple[Allocation, weakref.ref[Any]]] = {}
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         results = function(*args, **(kwargs or {}))
         for tensor in tree_iter(results):
@@ -69,7 +74,9 @@ class Allocations(TorchDispatchMode):
         return results
 
     def _existed_before(self, result: Tensor, args: Any, kwargs: Any) -> bool:
-        """Return whether the result has the storage of an argument that was allocated before the block."""
+        """Return whether the result has the storage of an argument that was allocated before the
+        block.
+        """
         address = result.untyped_storage()._cdata
         return address not in self._alive and any(
             isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata == address
@@ -111,11 +118,15 @@ class Allocations(TorchDispatchMode):
     def timeline(self) -> list[tuple[int, Allocation, int]]:
         """Return (clock, allocation, +1 allocated or -1 freed) in order."""
         events = [(allocation.allocated, allocation, 1) for allocation in self.all]
-        events += [(allocation.freed, allocation, -1) for allocation in self.all if allocation.freed is not None]
+        events += [
+            (allocation.freed, allocation, -1)
+            for allocation in self.all
+            if allocation.freed is not None
+        ]
         return sorted(events, key=lambda event: event[0])
 
 
-# ---- one micro-batch -------------------------------------------------------------------------------------------------
+# ---- one micro-batch -----------------------------------------------------------------------------
 
 
 class MemorySample(NamedTuple):
@@ -142,7 +153,9 @@ class MemorySample(NamedTuple):
 
 
 class DryRunPart(NamedTuple):
-    """A part of forward or backward, such as one layer's: its samples and its end, relative to its start."""
+    """A part of forward or backward, such as one layer's: its samples and its end, relative to
+    its start.
+    """
 
     samples: list[MemorySample]
     end: MemorySample
@@ -154,8 +167,8 @@ def measure(model: ParallelModel, batch: AnyBatch) -> list[DryRunPart]:
     The hooks of this function stay on the model, so discard it.
 
     Returns:
-        The part before the layers, the forward of each layer, the loss with the final norm, the backward of each layer
-        from the last on, and the part after them.
+        The part before the layers, the forward of each layer, the loss with the final norm, the
+        backward of each layer from the last on, and the part after them.
     """
     boundaries: list[int] = []
     finished: list[tuple[int, int]] = []  # gradients: (clock, elements)
@@ -168,7 +181,8 @@ def measure(model: ParallelModel, batch: AnyBatch) -> list[DryRunPart]:
             finished.append((allocations.clock, parameter.numel()))
 
         def mark_layer(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-            # Recomputation calls a layer's forward without hooks. The layer's backward ends with its input's gradient.
+            # Recomputation calls a layer's forward without hooks. The layer's backward ends with
+            # its input's gradient.
             boundaries.append(allocations.clock)
             inputs[0].register_hook(lambda _: boundaries.append(allocations.clock))
 
@@ -189,13 +203,22 @@ def measure(model: ParallelModel, batch: AnyBatch) -> list[DryRunPart]:
 
 
 def _split(
-    allocations: Allocations, boundaries: Sequence[int], forward_end: int, finished: Sequence[tuple[int, int]]
+    allocations: Allocations,
+    boundaries: Sequence[int],
+    forward_end: int,
+    finished: Sequence[tuple[int, int]],
 ) -> list[DryRunPart]:
-    """Return the parts between the clocks `boundaries`. Activations are allocated in forward and freed in backward."""
+    """Return the parts between the clocks `boundaries`. Activations are allocated in forward and
+    freed in backward.
+    """
     # A finished gradient sorts after the allocation (+1) or free (-1) with the same clock.
-    events: list[tuple[int, int, Allocation | None, int]] = [(clock, 2, None, numel) for clock, numel in finished]
+    events: list[tuple[int, int, Allocation | None, int]] = [
+        (clock, 2, None, numel) for clock, numel in finished
+    ]
     timeline = (event for event in allocations.timeline() if event[1].category is None)
-    events += [(clock, sign, allocation, sign * allocation.bytes) for clock, allocation, sign in timeline]
+    events += [
+        (clock, sign, allocation, sign * allocation.bytes) for clock, allocation, sign in timeline
+    ]
     sizes = [[0, 0, 0] for _ in boundaries[1:]]  # activations, transients, gradients
     samples: list[list[MemorySample]] = [[] for _ in boundaries[1:]]
     for clock, sign, allocation, change in sorted(events, key=lambda event: event[:2]):
@@ -208,8 +231,13 @@ def _split(
         is_freed_in_forward = allocation.freed is not None and allocation.freed <= forward_end
         sizes[part][1 if allocation.allocated > forward_end or is_freed_in_forward else 0] += change
         if sign > 0:
-            samples[part].append(MemorySample("forward" if clock <= forward_end else "backward", 0, *sizes[part]))
-    return [DryRunPart(part, MemorySample("", 0, *size)) for part, size in zip(samples, sizes, strict=True)]
+            samples[part].append(
+                MemorySample("forward" if clock <= forward_end else "backward", 0, *sizes[part])
+            )
+    return [
+        DryRunPart(part, MemorySample("", 0, *size))
+        for part, size in zip(samples, sizes, strict=True)
+    ]
 
 
 def join_parts(parts: Sequence[DryRunPart], representatives: Sequence[int]) -> list[MemorySample]:
@@ -221,11 +249,18 @@ def join_parts(parts: Sequence[DryRunPart], representatives: Sequence[int]) -> l
     """
     before, *inner, after = parts
     middle = len(inner) // 2
-    forward, loss, backward = inner[:middle], inner[middle], inner[:middle:-1]
+    forward = inner[:middle]
+    loss = inner[middle]
+    backward = inner[:middle:-1]
     numbered = list(enumerate(representatives))
-    ordered = [(-1, before), *((layer, forward[number]) for layer, number in numbered), (len(numbered), loss)]
+    ordered = [
+        (-1, before),
+        *((layer, forward[number]) for layer, number in numbered),
+        (len(numbered), loss),
+    ]
     ordered += [(layer, backward[number]) for layer, number in reversed(numbered)]
-    samples, start = list[MemorySample](), MemorySample("", -1, 0.0, 0.0, 0.0)
+    samples = list[MemorySample]()
+    start = MemorySample("", -1, 0.0, 0.0, 0.0)
     for layer, part in [*ordered, (-1, after)]:
         samples += [sample.offset_by(start, layer) for sample in part.samples]
         start = part.end.offset_by(start, layer)

@@ -1,8 +1,8 @@
 """Bytes of model states and buffers that DeepSpeed 0.19 allocates over a step, at each ZeRO stage.
 
-The papers' formulas (tools/planning/formulas.py) leave out flat copies, buckets, gathered layers and the optimizer's
-temporaries. This account follows the allocations of a real engine, and tests compare the two. Notation: e = bytes of an
-element of the run's dtype.
+The papers' formulas (tools/planning/formulas.py) leave out flat copies, buckets, gathered layers
+and the optimizer's temporaries. This account follows the allocations of a real engine, and tests
+compare the two. Notation: e = bytes of an element of the run's dtype.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from zero_tp.tools.planning.gathered import most_gathered
 from zero_tp.tools.planning.plan_settings import ZeroSettings, page_locked
 
 ALLREDUCE_BUCKET = 500_000_000
-"""Elements of one all-reduce at stage 0 and in BF16_Optimizer, which have no buckets (deepspeed/runtime/constants.py,
-MEMORY_OPT_ALLREDUCE_SIZE)."""
+"""Elements of one all-reduce at stage 0 and in BF16_Optimizer, which have no buckets
+(deepspeed/runtime/constants.py, MEMORY_OPT_ALLREDUCE_SIZE).
+"""
 NORM_BYTES = 8
 """DeepSpeed computes a gradient's norm in fp64."""
 
@@ -38,10 +39,11 @@ class RankParameters:
     """One TP rank's parameters, before ZeRO partitions them.
 
     Attributes:
-        matrices, vectors: elements of each parameter with two or more dimensions, and of the others. They are two
-            groups of the optimizer, because weight decay skips the second; DeepSpeed flattens each group.
-        modules: elements of each parameter of each module, in forward order. A tied output layer repeats those of the
-            embedding.
+        matrices, vectors: elements of each parameter with two or more dimensions, and of the
+            others. They are two groups of the optimizer, because weight decay skips the second;
+            DeepSpeed flattens each group.
+        modules: elements of each parameter of each module, in forward order. A tied output layer
+            repeats those of the embedding.
         layers: for each module the layer's number, -1 before the first layer and L after the last.
         tied: the output layer and the embedding share their weight.
     """
@@ -77,11 +79,13 @@ class ZeroMemory:
     settings: ZeroSettings
     recomputed: range = range(0)
 
-    # ---- sizes -------------------------------------------------------------------------------------------------------
+    # ---- sizes -----------------------------------------------------------------------------------
 
     @cached_property
     def bucket(self) -> int:
-        """Return the elements of a bucket. On a CPU only the part that gradients fill takes memory."""
+        """Return the elements of a bucket. On a CPU only the part that gradients fill takes
+        memory.
+        """
         size = self.settings.reduce_bucket
         return min(size, self.parameters.total) if self.settings.cpu else size
 
@@ -102,7 +106,9 @@ class ZeroMemory:
 
     @cached_property
     def sizes_in_partition(self) -> list[int]:
-        """Return the elements of each parameter that is partly in rank 0's partition. Its whole gradient stays."""
+        """Return the elements of each parameter that is partly in rank 0's partition. Its whole
+        gradient stays.
+        """
         groups = zip(self.parameters.groups, self.partition_sizes, strict=True)
         return [
             size
@@ -113,9 +119,14 @@ class ZeroMemory:
 
     @cached_property
     def states(self) -> StateBytes:
-        """Return the permanent bytes, including the optimizer's moments, which a run's first step creates."""
-        zero, total, part = self.settings, self.parameters.total, self.partition_numel
-        e, largest = zero.itemsize, self.parameters.largest
+        """Return the permanent bytes, including the optimizer's moments, which a run's first
+        step creates.
+        """
+        zero = self.settings
+        total = self.parameters.total
+        part = self.partition_numel
+        e = zero.itemsize
+        largest = self.parameters.largest
         if zero.stage == 0:
             master = 4 * total if e < 4 else 0
             return StateBytes(parameters=e * total, optimizer=zero.moments * total + master)
@@ -123,50 +134,76 @@ class ZeroMemory:
         if zero.stage < 3:
             flat = e * sum(length * zero.data for length in self.partition_sizes)
             if not zero.offload_optimizer:
-                fp32_gradients = zero.grad_accum_itemsize / e * flat if zero.separate_fp32_grads else 0.0
+                fp32_gradients = (
+                    zero.grad_accum_itemsize / e * flat if zero.separate_fp32_grads else 0.0
+                )
                 return StateBytes(parameters=flat, optimizer=master_moments, buffers=fp32_gradients)
-            return StateBytes(flat, buffers=e * largest, host=zero.moments * part + self._host_bytes)
+            return StateBytes(
+                flat, buffers=e * largest, host=zero.moments * part + self._host_bytes
+            )
         sizes = itertools.chain(*self.parameters.groups)
         persistent = e * sum(size for size in sizes if size <= zero.persistence_threshold)
         device = 0.0 if zero.offload_param else e * part
-        states = StateBytes(device, gathered=persistent, buffers=e * self.bucket, host=self._host_bytes)
+        states = StateBytes(
+            device, gathered=persistent, buffers=e * self.bucket, host=self._host_bytes
+        )
         if zero.offload_optimizer:
             return states._replace(host=states.host + master_moments)
         return states._replace(gradients=self._grad_itemsize * part, optimizer=master_moments)
 
     @cached_property
     def _host_optimizer_tensors(self) -> list[int]:
-        """Return the bytes of each host tensor of an offloaded optimizer, except moments and ZeRO-3's masters.
+        """Return the bytes of each host tensor of an offloaded optimizer, except moments and
+        ZeRO-3's masters.
 
-        Stage 3 has accumulated gradients and their fp32 copies. Stages 1 and 2 have masters, fp32 gradients, 16-bit
-        weights to copy back, and a buffer. When stage 2 accumulates, each parameter also has a gradient there.
+        Stage 3 has accumulated gradients and their fp32 copies. Stages 1 and 2 have masters, fp32
+        gradients, 16-bit weights to copy back, and a buffer. When stage 2 accumulates, each
+        parameter also has a gradient there.
         """
-        zero, e = self.settings, self.settings.itemsize
+        zero = self.settings
+        e = self.settings.itemsize
         if not zero.offload_optimizer:
             return []
         if zero.stage == 3:
-            return [self._grad_itemsize * self.partition_numel, *(4 * size for size in self._sub_groups)]
+            return [
+                self._grad_itemsize * self.partition_numel,
+                *(4 * size for size in self._sub_groups),
+            ]
         copies = [size * length for length in self.partition_sizes for size in (4, 4, e)]
         accumulates = zero.stage == 2 and zero.accumulation > 1 and not zero.accumulates_wider
-        return [*copies, e * self.parameters.largest, *(e * size for size in self.sizes_in_partition if accumulates)]
+        return [
+            *copies,
+            e * self.parameters.largest,
+            *(e * size for size in self.sizes_in_partition if accumulates),
+        ]
 
     @cached_property
     def pinned(self) -> list[int]:
-        """Return the bytes of each page-locked tensor. Moments and ZeRO-3's masters are pageable."""
+        """Return the bytes of each page-locked tensor. Moments and ZeRO-3's masters are
+        pageable.
+        """
         zero = self.settings
-        parameters = [zero.itemsize * length for length in self.partition_sizes if zero.offload_param]
+        parameters = [
+            zero.itemsize * length for length in self.partition_sizes if zero.offload_param
+        ]
         return [*parameters, *(self._host_optimizer_tensors if zero.pins_optimizer else [])]
 
     @cached_property
     def _host_bytes(self) -> float:
-        """Return the bytes on the host, except moments and ZeRO-3's masters. A CPU rank page-locks nothing."""
-        parameters = self.settings.itemsize * self.partition_numel if self.settings.offload_param else 0
+        """Return the bytes on the host, except moments and ZeRO-3's masters. A CPU rank
+        page-locks nothing.
+        """
+        parameters = (
+            self.settings.itemsize * self.partition_numel if self.settings.offload_param else 0
+        )
         rounding = 0 if self.settings.cpu else sum(page_locked(size) - size for size in self.pinned)
         return float(parameters + sum(self._host_optimizer_tensors) + rounding)
 
     @cached_property
     def _sub_groups(self) -> list[int]:
-        """Return the elements of ZeRO-3's sub-groups, which the optimizer updates one after another (stage3.py)."""
+        """Return the elements of ZeRO-3's sub-groups, which the optimizer updates one after
+        another (stage3.py).
+        """
         sub_groups = []
         for group in self.parameters.groups:
             filled = 0
@@ -180,27 +217,40 @@ class ZeroMemory:
 
     @property
     def _grad_itemsize(self) -> int:
-        """Return the bytes of an element of kept gradients: of the wider dtype, accumulation's or the run's."""
+        """Return the bytes of an element of kept gradients: of the wider dtype, accumulation's
+        or the run's.
+        """
         return max(self.settings.grad_accum_itemsize, self.settings.itemsize)
 
     @property
     def _reduced_gradients(self) -> float:
-        """Return the bytes of reduced gradients of this rank's partition, which stages 1 and 2 keep for the step."""
+        """Return the bytes of reduced gradients of this rank's partition, which stages 1 and 2
+        keep for the step.
+        """
         if self.settings.accumulates_wider:
             return float(self.settings.grad_accum_itemsize * self.partition_numel)
-        return 0.0 if self.settings.offload_optimizer else float(self.settings.itemsize * sum(self.sizes_in_partition))
+        return (
+            0.0
+            if self.settings.offload_optimizer
+            else float(self.settings.itemsize * sum(self.sizes_in_partition))
+        )
 
     @cached_property
     def gathered_by_layer(self) -> dict[tuple[str, int], float]:
         """Return the most gathered bytes, by ("forward" or "backward", the layer's number)."""
-        zero, parameters = self.settings, self.parameters
+        zero = self.settings
+        parameters = self.parameters
         limits = (zero.persistence_threshold, zero.prefetch_bucket, zero.max_live, zero.max_reuse)
-        most = most_gathered(parameters.modules, parameters.layers, parameters.tied, self.recomputed, *limits)
+        most = most_gathered(
+            parameters.modules, parameters.layers, parameters.tied, self.recomputed, *limits
+        )
         return {key: zero.itemsize * elements for key, elements in most.items()}
 
-    # ---- over a step -------------------------------------------------------------------------------------------------
+    # ---- over a step -----------------------------------------------------------------------------
 
-    def in_micro_batch(self, phase: str, finished: float, layer: int, transients: float = 0.0) -> StateBytes:
+    def in_micro_batch(
+        self, phase: str, finished: float, layer: int, transients: float = 0.0
+    ) -> StateBytes:
         """Return the bytes at a moment inside the last micro-batch of a step.
 
         Args:
@@ -209,8 +259,11 @@ class ZeroMemory:
             layer: the layer's number, -1 before the first and L after the last.
             transients: the dry run's transient bytes at that moment.
         """
-        zero, states, e = self.settings, self.states, self.settings.itemsize
-        total, accumulates = self.parameters.total, zero.accumulation > 1
+        zero = self.settings
+        states = self.states
+        e = self.settings.itemsize
+        total = self.parameters.total
+        accumulates = zero.accumulation > 1
         if zero.stage == 3:
             copies = self._cast_copies(e) if phase == "backward" else 0.0
             gathered = states.gathered + self.gathered_by_layer[phase, layer]
@@ -220,56 +273,82 @@ class ZeroMemory:
             return states._replace(gradients=e * gradient_numel)
         if zero.stage == 1 and not zero.overlap:
             bucket = self._grad_itemsize * self.bucket if phase == "backward" or accumulates else 0
-            return states._replace(gradients=self._grad_itemsize * gradient_numel, buffers=states.buffers + bucket)
+            return states._replace(
+                gradients=self._grad_itemsize * gradient_numel, buffers=states.buffers + bucket
+            )
         accumulated = 0.0
         if accumulates and (zero.accumulates_wider or not zero.offload_optimizer):
-            accumulated = self._grad_itemsize * total if zero.stage == 1 else self._reduced_gradients
+            accumulated = (
+                self._grad_itemsize * total if zero.stage == 1 else self._reduced_gradients
+            )
         if phase == "forward":
             return states._replace(gradients=accumulated)
-        gradients, flattened = accumulated, 0.0
+        gradients = accumulated
+        flattened = 0.0
         if finished > self.bucket:  # at least one bucket has been reduced
             gradients = self._add_reduced(accumulated)
             flattened = self._reduction_copies(self.bucket)
-        norm = NORM_BYTES * self.parameters.largest if zero.offload_optimizer and zero.stage == 2 else 0
+        norm = (
+            NORM_BYTES * self.parameters.largest
+            if zero.offload_optimizer and zero.stage == 2
+            else 0
+        )
         # Hooks flatten and compute norms after the layer's own transients have been freed.
         excess = max(0.0, max(flattened, norm) - transients)
-        return states._replace(gradients=gradients, buffers=states.buffers + self._bucket_bytes + excess)
+        return states._replace(
+            gradients=gradients, buffers=states.buffers + self._bucket_bytes + excess
+        )
 
     def _add_reduced(self, accumulated: float) -> float:
-        """Return the bytes of gradients once a bucket is reduced. Wider accumulation adds the reduced ones in place."""
+        """Return the bytes of gradients once a bucket is reduced. Wider accumulation adds the
+        reduced ones in place.
+        """
         if self.settings.accumulates_wider:
             return max(accumulated, self._reduced_gradients)
         return accumulated + self._reduced_gradients
 
     @property
     def _bucket_bytes(self) -> int:
-        """Return the bytes of the buckets in the run's dtype. With `overlap_comm` one fills while one is reduced."""
+        """Return the bytes of the buckets in the run's dtype. With `overlap_comm` one fills
+        while one is reduced.
+        """
         return self.settings.itemsize * self.bucket * (2 if self.settings.overlap else 1)
 
     def in_last_reduction(self) -> StateBytes:
         """Return the bytes in the last reduction, when all activations have been freed."""
-        zero, states, total = self.settings, self.states, self.parameters.total
+        zero = self.settings
+        states = self.states
+        total = self.parameters.total
         if zero.stage in (0, 3) or zero.keeps_gradients_in_place or zero.separate_fp32_grads:
             states = self.in_micro_batch("backward", total, -1)
             copied = 0  # bytes for each element
-            if zero.stage == 0 or zero.separate_fp32_grads:  # a flat copy, and its cast to another dtype
+            if (
+                zero.stage == 0 or zero.separate_fp32_grads
+            ):  # a flat copy, and its cast to another dtype
                 copied = sum({self._grad_itemsize, zero.communication_itemsize})
             flattened = copied * min(total, ALLREDUCE_BUCKET) if zero.data > 1 else 0
             return states._replace(buffers=states.buffers + flattened)
         if zero.stage == 1 and not zero.overlap:
-            # Gradients move into the bucket. When it is full, the buffer of reduced gradients is allocated.
+            # Gradients move into the bucket. When it is full, the buffer of reduced gradients is
+            # allocated.
             itemsize = self._grad_itemsize
             offsets = itertools.accumulate(self.parameters.matrices, initial=0)
-            unmoved = itemsize * (total - max(offset for offset in offsets if offset <= self.bucket))
+            unmoved = itemsize * (
+                total - max(offset for offset in offsets if offset <= self.bucket)
+            )
             finished = states._replace(
                 gradients=max(itemsize * total, unmoved + self._reduced_gradients),
                 buffers=states.buffers + itemsize * self.bucket,
             )
-            reducing = finished._replace(gradients=unmoved, buffers=finished.buffers + self._cast_copies(itemsize))
+            reducing = finished._replace(
+                gradients=unmoved, buffers=finished.buffers + self._cast_copies(itemsize)
+            )
             return max(finished, reducing, key=lambda state: state.gradients + state.buffers)
         gradients = self._add_reduced(self._reduced_gradients if zero.accumulation > 1 else 0)
         copies = self._reduction_copies(min(self.bucket, total))
-        return states._replace(gradients=gradients, buffers=states.buffers + self._bucket_bytes + copies)
+        return states._replace(
+            gradients=gradients, buffers=states.buffers + self._bucket_bytes + copies
+        )
 
     def _reduction_copies(self, numel: int) -> float:
         """Return the bytes of copies of a bucket with so many elements while it is reduced.
@@ -280,21 +359,29 @@ class ZeroMemory:
         return self._cast_copies(itemsize) or (0 if self.settings.overlap else itemsize * numel)
 
     def _cast_copies(self, itemsize: int) -> float:
-        """Return the bytes of a bucket's flat copy and of its cast to `communication_data_type`; 0 without a cast.
+        """Return the bytes of a bucket's flat copy and of its cast to `communication_data_type`; 0
+        without a cast.
 
         Args:
             itemsize: bytes of an element of the bucket.
         """
         if self.settings.communication_itemsize == itemsize or self.settings.data == 1:
             return 0.0
-        return float((itemsize + self.settings.communication_itemsize) * min(self.bucket, self.parameters.total))
+        return float(
+            (itemsize + self.settings.communication_itemsize)
+            * min(self.bucket, self.parameters.total)
+        )
 
     def in_grad_conversion(self) -> StateBytes:
-        """Return the peak while gradients are converted to fp32 for the masters, before the optimizer steps.
+        """Return the peak while gradients are converted to fp32 for the masters, before the
+        optimizer steps.
 
-        Stages 1 to 3 flatten the gradients of a group and convert the flat tensor, while the gradients still exist.
+        Stages 1 to 3 flatten the gradients of a group and convert the flat tensor, while the
+        gradients still exist.
         """
-        zero, states, e = self.settings, self.states, self.settings.itemsize
+        zero = self.settings
+        states = self.states
+        e = self.settings.itemsize
         if zero.stage == 0:
             total = self.parameters.total
             return states._replace(gradients=e * total + (4 * total if e < 4 else 0))
@@ -303,16 +390,25 @@ class ZeroMemory:
                 return states._replace(gathered=0.0)
             if not zero.accumulates_wider:
                 return states
-            bucket = zero.grad_accum_itemsize * self.bucket if zero.stage == 1 and not zero.overlap else 0
-            return states._replace(gradients=self._reduced_gradients, buffers=states.buffers + bucket)
+            bucket = (
+                zero.grad_accum_itemsize * self.bucket
+                if zero.stage == 1 and not zero.overlap
+                else 0
+            )
+            return states._replace(
+                gradients=self._reduced_gradients, buffers=states.buffers + bucket
+            )
         if zero.separate_fp32_grads:
             return states._replace(gradients=e * self.parameters.total)
         updated = self._update_numel
         if zero.stage == 3:
-            # Persistent parameters are partitioned before the optimizer's step, and gathered after it.
+            # Persistent parameters are partitioned before the optimizer's step, and gathered after
+            # it.
             flat = zero.grad_accum_itemsize * updated if zero.grad_accum_itemsize < 4 else 0
             return states._replace(
-                gathered=0.0, gradients=states.gradients + 4 * updated, buffers=states.buffers + flat
+                gathered=0.0,
+                gradients=states.gradients + 4 * updated,
+                buffers=states.buffers + flat,
             )
         if zero.accumulates_wider:
             return states._replace(gradients=self._reduced_gradients)
@@ -320,29 +416,38 @@ class ZeroMemory:
         return states._replace(gradients=gradients, buffers=(e if e < 4 else 0) * updated)
 
     def in_update(self) -> StateBytes:
-        """Return the peak of the optimizer's update, which creates the moments in a run's first step."""
-        zero, states = self.settings, self.in_grad_conversion()
+        """Return the peak of the optimizer's update, which creates the moments in a run's first
+        step.
+        """
+        zero = self.settings
+        states = self.in_grad_conversion()
         if zero.stage == 0:
-            total, largest = self.parameters.total, self.parameters.largest
+            total = self.parameters.total
+            largest = self.parameters.largest
             return states._replace(buffers=self._temporaries(largest, 3, total))
         updated = self._update_numel
         temporaries = self._temporaries(updated, 2, updated)
         if zero.offload_optimizer:
             return states._replace(host=states.host + temporaries)
-        if zero.keeps_gradients_in_place:  # a group's gradients are freed after their conversion to fp32
+        if (
+            zero.keeps_gradients_in_place
+        ):  # a group's gradients are freed after their conversion to fp32
             states = states._replace(gradients=states.gradients - zero.itemsize * updated)
         return states._replace(buffers=self.states.buffers + temporaries)
 
     @property
     def _update_numel(self) -> int:
-        """Return the elements that the optimizer updates at once: the largest group, or stage 3's sub-group."""
+        """Return the elements that the optimizer updates at once: the largest group, or stage
+        3's sub-group.
+        """
         return max(self.partition_sizes if self.settings.stage < 3 else self._sub_groups)
 
     def _temporaries(self, largest: int, count: int, total: int) -> float:
         """Return the bytes of temporaries of torch's unfused optimizers.
 
         Args:
-            largest: elements of the largest tensor; a loop on the CPU has `count` temporaries of this size.
+            largest: elements of the largest tensor; a loop on the CPU has `count` temporaries of
+                this size.
             total: elements of all tensors; "foreach" on an accelerator has one temporary for all.
         """
         if not self.settings.torch_optimizer:

@@ -17,39 +17,54 @@ LOSSES = {"loss": "loss", "validation_loss": "validation loss"}
 
 
 def model_card(checkpoint: RunCheckpoint) -> str:
-    """Return the card of a model exported from a checkpoint, from the manifest and the run's metrics.
+    """Return the card of a model exported from a checkpoint, from the manifest and the run's
+    metrics.
 
-    Cards are public, so only the last two parts of the paths of corpora and of the parent are shown.
+    Cards are public, so only the last two parts of the paths of corpora and of the parent are
+    shown.
     """
     manifest = checkpoint.manifest
     task = "fill-mask" if manifest.generation is None else "text-generation"
     data = ModelCardData(library_name="transformers", pipeline_tag=task, tags=["zero_tp"])
     run = checkpoint.path.resolve().parent.parent
     facts = _facts(manifest) | {"losses": _losses(run, manifest.step)}
-    facts["libraries"] = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    facts["libraries"] = ", ".join(
+        f"{name} {version}" for name, version in manifest.versions.items()
+    )
     rows = "\n".join(f"| {name} | {fact} |" for name, fact in facts.items() if fact)
     table = f"| | |\n| --- | --- |\n{rows}\n"
-    return f"---\n{data.to_yaml()}\n---\n\n# {run.name}\n\nTrained and exported by zero_tp.\n\n{table}"
+    return (
+        f"---\n{data.to_yaml()}\n---\n\n# {run.name}\n\nTrained and exported by zero_tp.\n\n{table}"
+    )
 
 
 def _facts(manifest: Manifest) -> dict[str, str]:
-    """Format the manifest's training settings; "" for missing ones, as in a Trainer's checkpoint."""
-    fixed, step, parent = manifest.fixed, manifest.step, manifest.parent
+    """Format the manifest's training settings; "" for missing ones, as in a Trainer's
+    checkpoint.
+    """
+    fixed = manifest.fixed
+    step = manifest.step
+    parent = manifest.parent
     parameters = sum(math.prod(entry.shape) for entry in manifest.parameters.values())
     trained = f"{step:,} steps"
     if {"train_batch_size", "zero_tp.data.sequence_length"} <= fixed.keys():
-        batch, length = fixed["train_batch_size"], fixed["zero_tp.data.sequence_length"]
+        batch = fixed["train_batch_size"]
+        length = fixed["zero_tp.data.sequence_length"]
         trained += f" of {batch:,} × {length:,} tokens: {step * batch * length:,} tokens"
     optimizer = fixed.get("optimizer", {})
     return {
         "architecture": f"`{manifest.model['model_type']}`, {parameters:,} parameters",
         "trained": trained,
-        "started from": "" if parent is None else f"{_shorten(parent.checkpoint)}, {parent.tokens:,} tokens before",
+        "started from": ""
+        if parent is None
+        else f"{_shorten(parent.checkpoint)}, {parent.tokens:,} tokens before",
         "objective": _format_settings(fixed.get("zero_tp.objective", {})),
         "corpora": ", ".join(
-            f"{_shorten(name)} (weight {weight:g})" for name, weight in fixed.get("zero_tp.data.train", [])
+            f"{_shorten(name)} (weight {weight:g})"
+            for name, weight in fixed.get("zero_tp.data.train", [])
         ),
-        "optimizer": f"{optimizer.get('type', '')} {_format_settings(optimizer.get('params', {}))}".strip(),
+        "optimizer": f"{optimizer.get('type', '')} "
+        f"{_format_settings(optimizer.get('params', {}))}".strip(),
         "seed": str(fixed.get("zero_tp.training.seed", "")),
         "ranks": str(Parallelism.from_manifest(manifest)),
     }
@@ -64,7 +79,9 @@ def _format_settings(settings: dict[str, Any]) -> str:
 
 
 def _losses(run: Path, step: int) -> str:
-    """Return the last losses up to this step; "" if the run's metrics are gone: an export needs none."""
+    """Return the last losses up to this step; "" if the run's metrics are gone: an export needs
+    none.
+    """
     try:
         (metrics,) = read_runs([run])
     except UserError:

@@ -10,8 +10,11 @@ from typing import Any
 from zero_tp.base.page import PALETTE, new_figure, style_axes, values_table
 from zero_tp.tools.report.runs import VALIDATION, Run
 
-COLOURS = tuple(PALETTE[name] for name in ("blue", "red", "green", "purple", "yellow", "cyan", "grey"))
-DASHES, LEGEND_COLUMNS = ("-", "--", ":"), 4
+COLOURS = tuple(
+    PALETTE[name] for name in ("blue", "red", "green", "purple", "yellow", "cyan", "grey")
+)
+DASHES = ("-", "--", ":")
+LEGEND_COLUMNS = 4
 MAX_RAW_CURVES = 3
 """With more runs only the averages are drawn."""
 SMOOTHING = 50
@@ -34,13 +37,23 @@ LOGARITHMIC = ("loss", "gradient norm", "loss scale")
 
 
 def panels(runs: list[Run]) -> dict[str, dict[str, str]]:
-    """Return the panels that have something to show: PANELS, then evaluations, then the objective's other figures."""
+    """Return the panels that have something to show: PANELS, then evaluations, then the
+    objective's other figures.
+    """
     names = dict.fromkeys(name for run in runs for name in run.series)
-    drawn = {name for series in PANELS.values() for name in series} | {f"{VALIDATION}perplexity"}  # exp of the loss
+    drawn = {name for series in PANELS.values() for name in series} | {
+        f"{VALIDATION}perplexity"
+    }  # exp of the loss
     evaluations = [name for name in names if is_evaluation(name) and name not in drawn]
-    others = [name for name in names if name.endswith(("_accuracy", "_loss")) and not is_evaluation(name)]
+    others = [
+        name for name in names if name.endswith(("_accuracy", "_loss")) and not is_evaluation(name)
+    ]
     shown = PANELS | {name.replace("_", " "): {name: ""} for name in (*evaluations, *others)}
-    return {title: series for title, series in shown.items() if any(_has(run, name) for run in runs for name in series)}
+    return {
+        title: series
+        for title, series in shown.items()
+        if any(_has(run, name) for run in runs for name in series)
+    }
 
 
 def is_evaluation(name: str) -> bool:
@@ -53,7 +66,9 @@ def _has(run: Run, name: str) -> bool:
 
 
 def equals_mfu(runs: list[Run], name: str) -> bool:
-    """Return whether the name is "hfu", and it equals the MFU in all runs because nothing was recomputed."""
+    """Return whether the name is "hfu", and it equals the MFU in all runs because nothing was
+    recomputed.
+    """
     return name == "hfu" and all(run.finite("hfu") == run.finite("mfu") for run in runs)
 
 
@@ -65,15 +80,22 @@ def draw_runs(runs: list[Run], against: str) -> Any:
     Args:
         against: "step" or "tokens".
     """
-    shown, several = panels(runs), len(runs) > 1
+    shown = panels(runs)
+    several = len(runs) > 1
     rows = -(-len(shown) // 2)
     figure = new_figure(11.0, 2.9 * rows + 0.3 + 0.25 * several * -(-len(runs) // LEGEND_COLUMNS))
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
-    x_scales = [float(run.tokens_per_step or math.nan) if against == "tokens" else 1.0 for run in runs]
+    x_scales = [
+        float(run.tokens_per_step or math.nan) if against == "tokens" else 1.0 for run in runs
+    ]
     ends = [run.last_step * x_scale for run, x_scale in zip(runs, x_scales, strict=True)]
     starts = [run.first_step * x_scale for run, x_scale in zip(runs, x_scales, strict=True)]
     logarithmic = max(ends) > 5 * min(ends) and min(starts) > 0
-    left, right = (0.9 * min(starts), 1.1 * max(ends)) if logarithmic else (-0.02 * max(*ends, 1), 1.02 * max(*ends, 1))
+    left, right = (
+        (0.9 * min(starts), 1.1 * max(ends))
+        if logarithmic
+        else (-0.02 * max(*ends, 1), 1.02 * max(*ends, 1))
+    )
     for number, (title, labels) in enumerate(shown.items()):
         axes = style_axes(figure.add_subplot(rows, 2, number + 1), title)
         values = _draw_panel(axes, runs, x_scales, labels)
@@ -91,8 +113,12 @@ def draw_runs(runs: list[Run], against: str) -> Any:
     if several:
         from matplotlib.lines import Line2D
 
-        lines = [Line2D([], [], label=run.name, **_line_style(number)) for number, run in enumerate(runs)]
-        figure.legend(handles=lines, loc="outside upper left", ncols=LEGEND_COLUMNS, fontsize=8, frameon=False)
+        lines = [
+            Line2D([], [], label=run.name, **_line_style(number)) for number, run in enumerate(runs)
+        ]
+        figure.legend(
+            handles=lines, loc="outside upper left", ncols=LEGEND_COLUMNS, fontsize=8, frameon=False
+        )
     return figure
 
 
@@ -148,12 +174,16 @@ def _curves(runs: list[Run], labels: dict[str, str]) -> Iterator[Curve]:
             yield Curve(number, index, name, label, list(run.series[name]), values, line)
 
 
-def _draw_panel(axes: Any, runs: list[Run], x_scales: list[float], labels: dict[str, str]) -> list[float]:
-    """Draw one run with a colour for each series, or several runs with a colour for each; return all finite values.
+def _draw_panel(
+    axes: Any, runs: list[Run], x_scales: list[float], labels: dict[str, str]
+) -> list[float]:
+    """Draw one run with a colour for each series, or several runs with a colour for each; return
+    all finite values.
 
     Evaluations are joined points. A noisy series is drawn as its average over its pale raw values.
     """
-    several, finite = len(runs) > 1, list[float]()
+    several = len(runs) > 1
+    finite = list[float]()
     for curve in _curves(runs, labels):
         style = _line_style(curve.run if several else curve.index)
         if several and curve.index:
@@ -191,7 +221,8 @@ def value_tables(runs: list[Run]) -> Iterator[str]:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Return the exponential moving average over a fiftieth of the values, unbiased at its start; nan is skipped.
+    """Return the exponential moving average over a fiftieth of the values, unbiased at its start;
+    nan is skipped.
 
     With decay d it is Σ dⁱ·x₋ᵢ / Σ dⁱ, d = 1 - 2/(n/50 + 1).
     """
@@ -200,6 +231,7 @@ def smoothed(values: list[float]) -> list[float]:
     averages = []
     for value in values:
         if math.isfinite(value):
-            total, weight = decay * total + value, decay * weight + 1
+            total = decay * total + value
+            weight = decay * weight + 1
         averages.append(total / weight if weight else math.nan)
     return averages

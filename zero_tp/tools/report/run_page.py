@@ -1,4 +1,6 @@
-"""Write the report of runs as a page: curves with their values, key numbers, and differences between configs."""
+"""Write the report of runs as a page: curves with their values, key numbers, and differences
+between configs.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +20,40 @@ from zero_tp.tools.report.runs import VALIDATION, Run, Series, config_difference
 STEPS = "zero_tp.training.steps"
 
 
-def write_report(directories: list[Path], to: Path | None = None, against: str | None = None) -> list[Path]:
+def write_report(
+    directories: list[Path], to: Path | None = None, against: str | None = None
+) -> list[Path]:
     """Write the report of runs, which may still be training.
 
     Args:
-        to: the page; by default report.html in the run's directory, or in the working directory for several runs.
-        against: the horizontal axis, "step" or "tokens"; by default "tokens" if the runs differ in tokens per step.
+        to: the page; by default report.html in the run's directory, or in the working directory for
+            several runs.
+        against: the horizontal axis, "step" or "tokens"; by default "tokens" if the runs differ in
+            tokens per step.
 
     Returns:
         The files written: the page, then a PNG of its curves.
 
     Raises:
-        UserError: a directory is not a run's, nothing was logged, matplotlib is missing, or a file can't be written.
+        UserError: a directory is not a run's, nothing was logged, matplotlib is missing, or a file
+            can't be written.
     """
     runs = read_runs(directories)
     sizes = {run.tokens_per_step for run in runs}
     if against == "tokens" and None in sizes:
         without = next(run for run in runs if run.tokens_per_step is None)
-        raise UserError(f"{without.directory / CONFIG}: has no batch size or sequence length; draw against step")
-    figure = draw_runs(runs, against or ("tokens" if len(sizes) > 1 and None not in sizes else "step"))
+        raise UserError(
+            f"{without.directory / CONFIG}: has no batch size or sequence length; draw against step"
+        )
+    figure = draw_runs(
+        runs, against or ("tokens" if len(sizes) > 1 and None not in sizes else "step")
+    )
     names = ["", *(run.name for run in runs)]
-    parts = [page.svg(figure), "<h2>Key numbers</h2>", page.table(names, _key_numbers(runs), "keys")]
+    parts = [
+        page.svg(figure),
+        "<h2>Key numbers</h2>",
+        page.table(names, _key_numbers(runs), "keys"),
+    ]
     for run in runs:
         if run.unreadable:
             path = html.escape(str(run.directory / METRICS_FILE))
@@ -50,7 +65,9 @@ def write_report(directories: list[Path], to: Path | None = None, against: str |
     parts += ["<h2>Values</h2>", *value_tables(runs)]
     for run in runs:
         config = html.escape(json.dumps(run.config, indent=2, ensure_ascii=False))
-        parts.append(f"<details><summary>{html.escape(run.name)}/{CONFIG}</summary><pre>{config}</pre></details>")
+        parts.append(
+            f"<details><summary>{html.escape(run.name)}/{CONFIG}</summary><pre>{config}</pre></details>"
+        )
     to = to or (runs[0].directory if len(runs) == 1 else Path()) / "report.html"
     return page.write(to, ", ".join(names[1:]), parts, {"curves": figure})
 
@@ -61,11 +78,19 @@ def _key_numbers(runs: list[Run]) -> list[tuple[str, ...]]:
     def row(label: str, name: str, summary: Callable[[Series], str]) -> tuple[str, ...]:
         return (label, *(summary(series) if (series := run.finite(name)) else "" for run in runs))
 
-    steps = [f"{run.last_step:,}" + (f" of {end:,}" if (end := run.integer(STEPS)) else "") for run in runs]
-    tasks = dict.fromkeys(name for run in runs for name in run.series if "/" in name and is_evaluation(name))
+    steps = [
+        f"{run.last_step:,}" + (f" of {end:,}" if (end := run.integer(STEPS)) else "")
+        for run in runs
+    ]
+    tasks = dict.fromkeys(
+        name for run in runs for name in run.series if "/" in name and is_evaluation(name)
+    )
     rows: list[tuple[str, ...]] = [
         ("step", *steps),
-        ("tokens", *(f"{run.last_step * size:,}" if (size := run.tokens_per_step) else "" for run in runs)),
+        (
+            "tokens",
+            *(f"{run.last_step * size:,}" if (size := run.tokens_per_step) else "" for run in runs),
+        ),
         row("training loss, mean of the last 50 lines", "loss", _mean_of_last_50),
         row("validation loss, last", f"{VALIDATION}loss", _last("{:.4f}")),
         row("validation loss, best", f"{VALIDATION}loss", _best),

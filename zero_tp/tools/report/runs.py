@@ -29,7 +29,8 @@ class Run:
         name: the directory's, with its parents' if several runs have the same name.
         series: by the names of metrics.jsonl.
         config: the resolved one; empty if it is not written yet.
-        unreadable: number of broken lines in metrics.jsonl, except half a line at its end, which is being written.
+        unreadable: number of broken lines in metrics.jsonl, except half a line at its end, which is
+            being written.
     """
 
     name: str
@@ -40,11 +41,14 @@ class Run:
 
     def finite(self, name: str) -> Series:
         """Return the finite values of a series, empty if nothing of this name was logged."""
-        return {step: value for step, value in self.series.get(name, {}).items() if math.isfinite(value)}
+        return {
+            step: value for step, value in self.series.get(name, {}).items() if math.isfinite(value)
+        }
 
     @property
     def tokens_per_step(self) -> int | None:
-        length, batch = self.integer("zero_tp.data.sequence_length"), self.integer("train_batch_size")
+        length = self.integer("zero_tp.data.sequence_length")
+        batch = self.integer("train_batch_size")
         return (length or 0) * (batch or 0) or None  # an edited config may hold 0
 
     def integer(self, key: str) -> int | None:
@@ -70,12 +74,15 @@ def read_runs(directories: list[Path]) -> list[Run]:
     parts = 1
     while len(names := {"/".join(path.parts[-parts:]): path for path in absolute}) < len(absolute):
         parts += 1
-    shown = (name.encode(errors="backslashreplace").decode() for name in names)  # matplotlib needs valid UTF-8
+    shown = (
+        name.encode(errors="backslashreplace").decode() for name in names
+    )  # matplotlib needs valid UTF-8
     return [_read(directory, name) for directory, name in zip(directories, shown, strict=True)]
 
 
 def _read(directory: Path, name: str) -> Run:
-    unreadable, logged = 0, dict[str, Series]()
+    unreadable = 0
+    logged = dict[str, Series]()
     path = directory / METRICS_FILE
     try:
         with open_regular(path) as lines:
@@ -85,7 +92,9 @@ def _read(directory: Path, name: str) -> Run:
                 for key, value in (numbers or {}).items():
                     logged.setdefault(key, {})[step] = value
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give the directory of a run") from None
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}); give the directory of a run"
+        ) from None
     if not logged and unreadable:
         raise UserError(f"{path}: has no line of a run's metrics; give the directory of a run")
     if not logged:
@@ -104,8 +113,13 @@ def _read(directory: Path, name: str) -> Run:
 
 
 def config_differences(runs: list[Run]) -> list[tuple[str, list[str]]]:
-    """Return each key whose value is not the same in all configs, with its value in each as JSON."""
-    flat = [{key: json.dumps(value, ensure_ascii=False) for key, value in leaves(run.config)} for run in runs]
+    """Return each key whose value is not the same in all configs, with its value in each as
+    JSON.
+    """
+    flat = [
+        {key: json.dumps(value, ensure_ascii=False) for key, value in leaves(run.config)}
+        for run in runs
+    ]
     keys = dict.fromkeys(key for config in flat for key in config)
     rows = [(key, [config.get(key, "") for config in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]

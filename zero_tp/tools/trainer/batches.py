@@ -1,4 +1,5 @@
-"""Micro-batches of an ordinary data loader: padded for sequence parallelism, compared over TP, their labels counted.
+"""Micro-batches of an ordinary data loader: padded for sequence parallelism, compared over TP,
+their labels counted.
 
 b rows, s tokens of a row.
 """
@@ -23,14 +24,18 @@ PADDING = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX, "document_ids":
 """The value that pads a row, by argument of the forward; 0 for the others."""
 
 
-def pad_for_sequence_parallelism(inputs: Mapping[str, Any], topology: Topology, *, causal: bool) -> dict[str, Any]:
+def pad_for_sequence_parallelism(
+    inputs: Mapping[str, Any], topology: Topology, *, causal: bool
+) -> dict[str, Any]:
     """Pad the rows of a forward's arguments to a length that sequence parallelism can split.
 
-    Padding has no label, and no token attends to it. `unpadded_length` tells the forward where it begins.
+    Padding has no label, and no token attends to it. `unpadded_length` tells the forward where it
+    begins.
 
     Args:
-        causal: rows with `document_ids` or `position_ids` may be packed documents, and get no attention mask: a mask
-            would join documents that only restarting positions separate (`CausalLM.forward`).
+        causal: rows with `document_ids` or `position_ids` may be packed documents, and get no
+            attention mask: a mask would join documents that only restarting positions separate
+            (`CausalLM.forward`).
     """
     ids = inputs.get("input_ids")
     if ids is None or not topology.sequence or ids.shape[1] % topology.tensor == 0:
@@ -40,7 +45,8 @@ def pad_for_sequence_parallelism(inputs: Mapping[str, Any], topology: Topology, 
     arguments = {name: value for name, value in inputs.items() if value is not None}
     if not causal or ("position_ids" not in arguments and "document_ids" not in arguments):
         arguments.setdefault("attention_mask", torch.ones_like(ids))
-    # RoPE frequencies may depend on the greatest position, which must be that of the row without its padding.
+    # RoPE frequencies may depend on the greatest position, which must be that of the row without
+    # its padding.
     arguments.setdefault("position_ids", torch.arange(length, device=ids.device)[None])
     padded = {
         name: F.pad(value, (0, missing), value=PADDING.get(name, 0))
@@ -52,23 +58,30 @@ def pad_for_sequence_parallelism(inputs: Mapping[str, Any], topology: Topology, 
 
 
 class SampleComparison:
-    """Compares a micro-batch between the ranks of a TP group, with an all-reduce of two numbers; at TP 1 does nothing.
+    """Compares a micro-batch between the ranks of a TP group, with an all-reduce of two numbers; at
+    TP 1 does nothing.
 
-    `require_same` makes the host wait until the device has finished all work enqueued before the comparison. Call it
-    after the forward has been enqueued: the device then computes the forward while the host waits. The cost is one such
-    wait a micro-batch, and a host that runs ahead of the device by one forward at most.
+    `require_same` makes the host wait until the device has finished all work enqueued before the
+    comparison. Call it after the forward has been enqueued: the device then computes the forward
+    while the host waits. The cost is one such wait a micro-batch, and a host that runs ahead of the
+    device by one forward at most.
 
-    Rows of different lengths make the forward's collectives hang. The device runs the comparison before them, so
-    `require_same` still raises. If a forward fills the driver's launch queue, the host waits before `require_same`, and
-    NCCL's time-out ends the job. CPU collectives block the host: there call `require_same` before the forward.
+    Rows of different lengths make the forward's collectives hang. The device runs the comparison
+    before them, so `require_same` still raises. If a forward fills the driver's launch queue, the
+    host waits before `require_same`, and NCCL's time-out ends the job. CPU collectives block the
+    host: there call `require_same` before the forward.
     """
 
     def __init__(self, inputs: Mapping[str, Any], topology: Topology):
-        """Start the all-reduce. Collective over the TP group; the host does not wait on an accelerator."""
+        """Start the all-reduce. Collective over the TP group; the host does not wait on an
+        accelerator.
+        """
         self._differs: HostCopy | None = None
         if topology.tensor == 1:
             return
-        tensors = {name: value for name, value in sorted(inputs.items()) if isinstance(value, Tensor)}
+        tensors = {
+            name: value for name, value in sorted(inputs.items()) if isinstance(value, Tensor)
+        }
         self._names = ", ".join(tensors)
         self._differs = HostCopy(differ_over(topology.tensor_group, checksum(tensors)))
 
@@ -76,13 +89,15 @@ class SampleComparison:
         """Wait for the result.
 
         Raises:
-            UserError: the samples differ between ranks, because the data collator or the data set draws different
-                random numbers on each rank.
+            UserError: the samples differ between ranks, because the data collator or the data set
+                draws different random numbers on each rank.
         """
         if self._differs is not None and self._differs.read():
             raise UserError(
-                f"{self._names}: the samples differ between the ranks of a tensor parallel group, because one rank has "
-                "drawn more random numbers than another; let the data collator and the data set draw from generators "
+                f"{self._names}: the samples differ between the ranks of a tensor parallel group, "
+                "because one rank has "
+                "drawn more random numbers than another; let the data collator and the data set "
+                "draw from generators "
                 "of their own"
             )
 
@@ -95,7 +110,8 @@ def count_labels(
     shifted: bool,
     over_data_parallel: bool,
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Return (labelled tokens, labelled rows) of a step's micro-batches; None for both without labels.
+    """Return (labelled tokens, labelled rows) of a step's micro-batches; None for both without
+    labels.
 
     Args:
         shifted: the first token of a row is no label, as a causal model shifts them.

@@ -30,20 +30,31 @@ STATES = ("checkpoints", "optimizer*", "scheduler*", "global_step*")
 
 
 def save_states(
-    zero: ZeroEngine, scheduler: Any, folder: Path, step: int, seed: int, *, timeout_minutes: float = 30
+    zero: ZeroEngine,
+    scheduler: Any,
+    folder: Path,
+    step: int,
+    seed: int,
+    *,
+    timeout_minutes: float = 30,
 ) -> None:
-    """Write masters, moments, counts, schedule, loss scale and random streams into `folder`. Collective.
+    """Write masters, moments, counts, schedule, loss scale and random streams into `folder`.
+    Collective.
 
     Args:
         scheduler: the one that Trainer steps; its state is saved if DeepSpeed has none.
     """
 
     def describe() -> dict[str, Any]:
-        topology, settings, model = zero.topology, zero.settings, describe_model(zero)
+        topology = zero.topology
+        settings = zero.settings
+        model = describe_model(zero)
         if zero.scheduler is None:
             model["progress"]["schedule"] = scheduler.state_dict()
         return {
-            **Parallelism(topology.tensor, topology.data, topology.sequence, settings.stage, settings.dtype)._asdict(),
+            **Parallelism(
+                topology.tensor, topology.data, topology.sequence, settings.stage, settings.dtype
+            )._asdict(),
             **model,
             "fixed": {"zero_tp.training.seed": seed},
             "corpora": {},
@@ -64,7 +75,8 @@ def save_states(
 def has_only_weights(folder: Path) -> bool:
     """Return whether a checkpoint was saved with `save_only_model`. Collective.
 
-    The files of other optimizers' states, as plain Trainer and DeepSpeed write them, are no weights.
+    The files of other optimizers' states, as plain Trainer and DeepSpeed write them, are no
+    weights.
     """
 
     def find() -> bool:
@@ -76,16 +88,23 @@ def has_only_weights(folder: Path) -> bool:
 
 @torch.no_grad()
 def load_weights(model: ParallelModel, folder: Path) -> None:
-    """Fill a model that no engine has partitioned with the weights of a checkpoint; a rank reads its slices."""
+    """Fill a model that no engine has partitioned with the weights of a checkpoint; a rank reads
+    its slices.
+    """
     source = PretrainedSource(folder, model.config)
     if source.new_heads:
-        raise UserError(f"{folder}: has no weights of {', '.join(source.new_heads)}; resume with the model of the save")
+        raise UserError(
+            f"{folder}: has no weights of {', '.join(source.new_heads)}; resume with the model of "
+            "the save"
+        )
     for name, parameter in model.named_parameters():
-        layout, shape = layout_of(parameter, name), whole_shape(parameter)
+        layout = layout_of(parameter, name)
+        shape = whole_shape(parameter)
         source.fill(parameter, name, shape, layout, ConstantInit(0.0), model.topology)
     if dist.get_rank() == 0:
         warnings.warn(
-            f"{folder}: was saved with save_only_model; the optimizer and the schedule start again", stacklevel=2
+            f"{folder}: was saved with save_only_model; the optimizer and the schedule start again",
+            stacklevel=2,
         )
 
 
@@ -97,15 +116,19 @@ def resume_states(zero: ZeroEngine, scheduler: Any, folder: Path, seed: int) -> 
     foreign = "exp_avg" if isinstance(optimizer, torch.optim.SGD) else "momentum_buffer"
     if foreign in checkpoint.manifest.kinds:
         raise UserError(
-            f"{checkpoint.path} has {foreign} of each parameter, which {type(optimizer).__name__} does not use; train "
+            f"{checkpoint.path} has {foreign} of each parameter, which {type(optimizer).__name__} "
+            "does not use; train "
             "with the optim that it was saved with"
         )
     Resume(checkpoint).restore(zero, seed)
     progress = checkpoint.manifest.progress
     if zero.scheduler is None and progress.schedule is not None:
-        if "last_batch_iteration" in progress.schedule:  # of each scheduler of DeepSpeed, and of none of torch
+        if (
+            "last_batch_iteration" in progress.schedule
+        ):  # of each scheduler of DeepSpeed, and of none of torch
             raise UserError(
-                f"{checkpoint.path}: its learning rate came from a scheduler of DeepSpeed's config, which this run "
+                f"{checkpoint.path}: its learning rate came from a scheduler of DeepSpeed's "
+                "config, which this run "
                 "does not have; give the block again"
             )
         scheduler.load_state_dict(progress.schedule)

@@ -1,4 +1,6 @@
-"""Training arguments that DeepSpeed's config has keys for: a key that it leaves out counts as "auto"."""
+"""Training arguments that DeepSpeed's config has keys for: a key that it leaves out counts as
+"auto".
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ WITHOUT_KEY = {"optimizer": "optim_args", "scheduler": "lr_scheduler_kwargs"}
 def fill_left_out_keys(deepspeed_config: Any, args: Any) -> None:
     """Give each left-out key of DeepSpeed's config the value of its training argument, in place.
 
-    transformers fills in only keys that are "auto": `weight_decay` beside an `optimizer` block without that key would
-    have no effect, and DeepSpeed would use a default of its own.
+    transformers fills in only keys that are "auto": `weight_decay` beside an `optimizer` block
+    without that key would have no effect, and DeepSpeed would use a default of its own.
 
     Args:
         deepspeed_config: transformers' `HfTrainerDeepSpeedConfig`.
@@ -35,33 +37,46 @@ def fill_left_out_keys(deepspeed_config: Any, args: Any) -> None:
     for block, argument in WITHOUT_KEY.items():
         if block in values and getattr(args, argument, None):
             raise UserError(
-                f"TrainingArguments.{argument}: DeepSpeed's config has a block {block}, which replaces it; write the "
+                f"TrainingArguments.{argument}: DeepSpeed's config has a block {block}, which "
+                "replaces it; write the "
                 "values into its params, or leave the block out"
             )
     # accelerate has set the accumulation where it was left out
     written = HfDeepSpeedConfig(args.deepspeed).config if args.deepspeed else values
     for path in _argument_keys(values):
         *blocks, key = path.split(".")
-        ours, theirs = values, written
+        ours = values
+        theirs = written
         for block in blocks:
-            ours, theirs = ours.setdefault(block, {}), theirs.get(block, {})
-        if isinstance(ours, dict) and key not in theirs:  # a `params` that is no object is refused later
+            ours = ours.setdefault(block, {})
+            theirs = theirs.get(block, {})
+        if (
+            isinstance(ours, dict) and key not in theirs
+        ):  # a `params` that is no object is refused later
             ours[key] = "auto"
-    deepspeed_config.mismatches.clear()  # it has compared the written values already, and does so again
+    # it has compared the written values already, and does so again
+    deepspeed_config.mismatches.clear()
     deepspeed_config.trainer_config_process(args)
 
 
 def _argument_keys(values: dict[str, Any]) -> Iterator[str]:
-    """Yield the dotted keys of a config that stand for training arguments, in blocks that it has."""
+    """Yield the dotted keys of a config that stand for training arguments, in blocks that it
+    has.
+    """
     yield from BATCH_FIELDS
-    yield from (f"{dtype}.enabled" for dtype in ("bf16", "fp16") if isinstance(values.get(dtype), dict))
-    optimizer, scheduler = look_up(values, "optimizer.type"), look_up(values, "scheduler.type")
+    yield from (
+        f"{dtype}.enabled" for dtype in ("bf16", "fp16") if isinstance(values.get(dtype), dict)
+    )
+    optimizer = look_up(values, "optimizer.type")
+    scheduler = look_up(values, "scheduler.type")
     if str(optimizer).lower() in map(str.lower, OPTIMIZERS):
         torch_adam = bool(look_up(values, "optimizer.params.torch_adam"))
         model = params_model(str(optimizer).lower(), torch_adam, offloads_optimizer(values))
         yield from _fields("optimizer", OPTIMIZER_ARGUMENTS, model.model_fields)
     if scheduler in DEEPSPEED_SCHEDULES:
-        yield from _fields("scheduler", SCHEDULER_ARGUMENTS, DEEPSPEED_SCHEDULES[scheduler].model_fields)
+        yield from _fields(
+            "scheduler", SCHEDULER_ARGUMENTS, DEEPSPEED_SCHEDULES[scheduler].model_fields
+        )
 
 
 def _fields(block: str, names: Iterable[str], fields: Iterable[str]) -> Iterator[str]:

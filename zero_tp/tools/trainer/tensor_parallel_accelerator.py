@@ -38,21 +38,28 @@ from zero_tp.parallel.layout import audit
 from zero_tp.parallel.topology import Topology
 
 TRAINABLE_OPTIMIZERS = {*OPTIMIZERS, "FusedAdam", "DeepSpeedCPUAdam"}
-"""Classes of optimizers that were compared with the plain model: they update a shard as they update the tensor."""
+"""Classes of optimizers that were compared with the plain model: they update a shard as they
+update the tensor.
+"""
 
 
 class SteppedEngine:
-    """Replaces accelerate's wrapper of a DeepSpeed engine: runs backward and, at a step's end, the update.
+    """Replaces accelerate's wrapper of a DeepSpeed engine: runs backward and, at a step's end, the
+    update.
 
     Attributes:
-        zero: the engine of the ZeRO stage; it computes the norm and clips. deepspeed_engine: DeepSpeed's.
+        zero: the engine of the ZeRO stage; it computes the norm and clips. deepspeed_engine:
+            DeepSpeed's.
     """
 
     def __init__(self, zero: ZeroEngine):
-        self.zero, self.deepspeed_engine = zero, zero.deepspeed_engine
+        self.zero = zero
+        self.deepspeed_engine = zero.deepspeed_engine
 
     def backward(self, loss: Tensor, sync_gradients: bool = True, **options: Any) -> None:
-        """Run a micro-batch's backward; after the last one of a step clip the gradients and update the weights."""
+        """Run a micro-batch's backward; after the last one of a step clip the gradients and
+        update the weights.
+        """
         self.deepspeed_engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.zero.backward(loss, **options)
         check_hooks(self.zero.model)
@@ -60,15 +67,23 @@ class SteppedEngine:
             self.zero.step()
 
     def get_global_grad_norm(self) -> Tensor | float:
-        """Return the last step's norm before clipping; nan when its gradients were not finite and it was skipped."""
+        """Return the last step's norm before clipping; nan when its gradients were not finite
+        and it was skipped.
+        """
         return self.zero.norm_and_skipped()[0]
 
 
 class TensorParallelAccelerator(Accelerator):
-    """An Accelerator that distributes samples over DP ranks and prepares a model with the engine of its ZeRO stage."""
+    """An Accelerator that distributes samples over DP ranks and prepares a model with the engine
+    of its ZeRO stage.
+    """
 
     def __init__(
-        self, topology: Topology, clipping: float | None, on_engine: Callable[[ZeroEngine], None], **options: Any
+        self,
+        topology: Topology,
+        clipping: float | None,
+        on_engine: Callable[[ZeroEngine], None],
+        **options: Any,
     ) -> None:
         """Take Accelerator's arguments.
 
@@ -81,12 +96,17 @@ class TensorParallelAccelerator(Accelerator):
         """
         if topology.tensor_group is None:
             raise UserError(
-                "ZeroTPTrainer: no ranks are connected; start the script with deepspeed or torchrun, for one rank with "
+                "ZeroTPTrainer: no ranks are connected; start the script with deepspeed or "
+                "torchrun, for one rank with "
                 "torchrun --nproc_per_node 1"
             )
         super().__init__(**options)
-        self.topology, self.clipping, self.on_engine = topology, clipping, on_engine
-        self.dataloader_config.dispatch_batches = False  # accelerate dispatches to all ranks, so every rank reads
+        self.topology = topology
+        self.clipping = clipping
+        self.on_engine = on_engine
+        self.dataloader_config.dispatch_batches = (
+            False  # accelerate dispatches to all ranks, so every rank reads
+        )
         # The mesh by which accelerate distributes samples under DeepSpeed's AutoTP.
         self.state.ds_device_mesh = DeviceMesh.from_group(
             topology.tensor_group, self.device.type, mesh_dim_names=("tp",)
@@ -96,7 +116,9 @@ class TensorParallelAccelerator(Accelerator):
         """Gather tensors from the first rank of each TP group."""
 
         def first_of_group(gathered: Tensor) -> Tensor:
-            return gathered.unflatten(0, (self.topology.data, self.topology.tensor, -1))[:, 0].flatten(0, 1)
+            return gathered.unflatten(0, (self.topology.data, self.topology.tensor, -1))[
+                :, 0
+            ].flatten(0, 1)
 
         return recursively_apply(first_of_group, super().gather(tensor))
 
@@ -122,7 +144,11 @@ class TensorParallelAccelerator(Accelerator):
             # Some schedules read the rate there.
             zero.optimizer.defaults = zero.deepspeed_engine.basic_optimizer.defaults
         wrapped = DeepSpeedOptimizerWrapper(zero.optimizer)
-        result = [zero.deepspeed_engine, wrapped, *(_scheduler(dummy, zero, wrapped) for dummy in rest)]
+        result = [
+            zero.deepspeed_engine,
+            wrapped,
+            *(_scheduler(dummy, zero, wrapped) for dummy in rest),
+        ]
         self.deepspeed_engine_wrapped = SteppedEngine(zero)
         self._models.append(zero.deepspeed_engine)
         self._optimizers.append(wrapped)
@@ -135,20 +161,31 @@ def check_trainable(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             raise UserError(
-                f"ZeroTPTrainer: {name} is frozen, and every parameter is trained here; set its requires_grad to True, "
+                f"ZeroTPTrainer: {name} is frozen, and every parameter is trained here; set its "
+                "requires_grad to True, "
                 "or use transformers' own Trainer"
             )
 
 
-def finalized_settings(plugin: Any, topology: Topology, clipping: float | None) -> DeepSpeedSettings:
-    """Return DeepSpeed's settings with accelerate's values and the batch of data-parallel ranks filled in."""
+def finalized_settings(
+    plugin: Any, topology: Topology, clipping: float | None
+) -> DeepSpeedSettings:
+    """Return DeepSpeed's settings with accelerate's values and the batch of data-parallel ranks
+    filled in.
+    """
     plugin.deepspeed_config_process(
         must_match=False,
-        **{"gradient_clipping": clipping, "zero_optimization.stage3_gather_16bit_weights_on_model_save": False},
+        **{
+            "gradient_clipping": clipping,
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+        },
     )
     values: dict[str, Any] = copy.deepcopy(plugin.deepspeed_config)
-    values["gradient_clipping"] = values.get("gradient_clipping", clipping) or 0.0  # Trainer's None clips nothing
-    micro, accumulation = values["train_micro_batch_size_per_gpu"], values["gradient_accumulation_steps"]
+    values["gradient_clipping"] = (
+        values.get("gradient_clipping", clipping) or 0.0
+    )  # Trainer's None clips nothing
+    micro = values["train_micro_batch_size_per_gpu"]
+    accumulation = values["gradient_accumulation_steps"]
     values["train_batch_size"] = micro * accumulation * topology.data
     if values.get("steps_per_print") == float("inf"):  # accelerate's "never", which no JSON can say
         values["steps_per_print"] = sys.maxsize
@@ -156,7 +193,8 @@ def finalized_settings(plugin: Any, topology: Topology, clipping: float | None) 
     checked = check_settings(values, parallel, EntryPoint.TRAINER)
     settings = checked.settings
     check_nvme(settings.zero_optimization.nvme_paths)
-    # Without an `optimizer` block Trainer makes the optimizer, and DeepSpeed takes torch's SGD only with this key.
+    # Without an `optimizer` block Trainer makes the optimizer, and DeepSpeed takes torch's SGD only
+    # with this key.
     unused = () if settings.optimizer is not None else ("zero_allow_untested_optimizer: ",)
     for line in notes(checked, "no effect", "note") if topology.rank == 0 else ():
         if not line.startswith(unused):
@@ -164,16 +202,25 @@ def finalized_settings(plugin: Any, topology: Topology, clipping: float | None) 
     return settings
 
 
-def _sharded_optimizer(optimizer: torch.optim.Optimizer, settings: DeepSpeedSettings) -> torch.optim.Optimizer:
-    """Return the optimizer, or DeepSpeed's of its kind for states that are offloaded, as accelerate does."""
+def _sharded_optimizer(
+    optimizer: torch.optim.Optimizer, settings: DeepSpeedSettings
+) -> torch.optim.Optimizer:
+    """Return the optimizer, or DeepSpeed's of its kind for states that are offloaded, as
+    accelerate does.
+    """
     name = type(optimizer).__name__
-    library = type(optimizer).__module__.partition(".")[0]  # bitsandbytes has an AdamW too, with states in blocks
+    library = type(optimizer).__module__.partition(".")[
+        0
+    ]  # bitsandbytes has an AdamW too, with states in blocks
     if name not in TRAINABLE_OPTIMIZERS or library not in ("torch", "deepspeed"):
         reason = "its update of a tensor may need the whole tensor, and a rank holds a shard"
         if library in ("torch", "deepspeed", "transformers"):
-            reason = REFUSED_OPTIMIZERS.get(name, "no run with it was compared with the plain model")
+            reason = REFUSED_OPTIMIZERS.get(
+                name, "no run with it was compared with the plain model"
+            )
         raise UserError(
-            f"optimizer {name} of {library} is refused: {reason}; use one of {', '.join(OPTIMIZERS)}, such as "
+            f"optimizer {name} of {library} is refused: {reason}; use one of "
+            f"{', '.join(OPTIMIZERS)}, such as "
             'optim="adamw_torch"'
         )
     offloaded = settings.zero_optimization.optimizer_device != "none"
@@ -184,7 +231,9 @@ def _sharded_optimizer(optimizer: torch.optim.Optimizer, settings: DeepSpeedSett
 
 
 def _scheduler(dummy: Any, zero: ZeroEngine, optimizer: Any) -> Any:
-    """Return the scheduler of accelerate's `dummy`, or the wrapper of DeepSpeed's own, which its engine steps."""
+    """Return the scheduler of accelerate's `dummy`, or the wrapper of DeepSpeed's own, which its
+    engine steps.
+    """
     if zero.scheduler is not None:
         return DeepSpeedSchedulerWrapper(zero.scheduler, optimizer)
     return dummy.lr_scheduler_callable(optimizer)

@@ -1,7 +1,8 @@
-"""transformers' Trainer on tensor-parallel ranks; `TensorParallel` does the same for a subclass of Trainer.
+"""transformers' Trainer on tensor-parallel ranks; `TensorParallel` does the same for a subclass of
+Trainer.
 
-Trainer keeps its loop, arguments, callbacks and metrics. This module replaces the distribution of samples over ranks,
-the divisor of a step's loss, the engine, and checkpoints.
+Trainer keeps its loop, arguments, callbacks and metrics. This module replaces the distribution of
+samples over ranks, the divisor of a step's loss, the engine, and checkpoints.
 """
 
 from __future__ import annotations
@@ -32,12 +33,25 @@ from zero_tp.model.huggingface import parallel_model
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.process.quiet import ignore_deprecated_collectives
-from zero_tp.tools.trainer.batches import SampleComparison, count_labels, pad_for_sequence_parallelism
-from zero_tp.tools.trainer.checkpoints import has_only_weights, load_weights, resume_states, save_states
+from zero_tp.tools.trainer.batches import (
+    SampleComparison,
+    count_labels,
+    pad_for_sequence_parallelism,
+)
+from zero_tp.tools.trainer.checkpoints import (
+    has_only_weights,
+    load_weights,
+    resume_states,
+    save_states,
+)
 from zero_tp.tools.trainer.deepspeed_arguments import fill_left_out_keys
-from zero_tp.tools.trainer.tensor_parallel_accelerator import TensorParallelAccelerator, check_trainable
+from zero_tp.tools.trainer.tensor_parallel_accelerator import (
+    TensorParallelAccelerator,
+    check_trainable,
+)
 
-# On import: TrainingArguments connect ranks, and transformers opens models for ZeRO-3, before a Trainer is made.
+# On import: TrainingArguments connect ranks, and transformers opens models for ZeRO-3, before a
+# Trainer is made.
 disable_shared_memory_collectives()
 report_build_locks()
 
@@ -55,11 +69,14 @@ REFUSED = {
 """Training arguments that are not exact here, and why."""
 
 
-Base: Any = object  # untyped, because the mixin uses attributes of the Trainer that follows it in the MRO
+Base: Any = (
+    object  # untyped, because the mixin uses attributes of the Trainer that follows it in the MRO
+)
 
 
 class TensorParallel(Base):
-    """Makes a subclass of transformers' Trainer tensor-parallel: `class Mine(TensorParallel, TheirTrainer)`.
+    """Makes a subclass of transformers' Trainer tensor-parallel: `class Mine(TensorParallel,
+    TheirTrainer)`.
 
     Attributes:
         topology: the TP × DP grid.
@@ -84,27 +101,34 @@ class TensorParallel(Base):
         """Take Trainer's arguments; `args` has DeepSpeed's config. Collective over all ranks.
 
         Args:
-            model: a transformers model, whole and equal on every rank, which is split here; or a zero_tp model, which
-                has its topology already.
+            model: a transformers model, whole and equal on every rank, which is split here; or a
+                zero_tp model, which has its topology already.
             tensor_parallel: TP degree for a transformers model.
             sequence_parallel: also use SP.
 
         Raises:
-            UserError: no DeepSpeed config; frozen parameters; an argument that is not exact here; an architecture or
-                sizes that TP can't split.
+            UserError: no DeepSpeed config; frozen parameters; an argument that is not exact here;
+                an architecture or sizes that TP can't split.
         """
         if any(base.__module__.partition(".")[0] == "trl" for base in type(self).__mro__):
             raise UserError(
-                "trl's trainers multiply hidden states by the whole output layer, of which a rank has a shard; give "
-                "ZeroTPTrainer rows that a chat template has made, with labels of -100 where there is no loss"
+                "trl's trainers multiply hidden states by the whole output layer, of which a rank "
+                "has a shard; give "
+                "ZeroTPTrainer rows that a chat template has made, with labels of -100 where there "
+                "is no loss"
             )
         if model is None or args is None or isinstance(model, str):
-            raise UserError("ZeroTPTrainer: give it a model and TrainingArguments; a model_init is not built")
-        if isinstance(model, nn.Module) and not getattr(model, "peft_config", None):  # `parallel_model` refuses others
+            raise UserError(
+                "ZeroTPTrainer: give it a model and TrainingArguments; a model_init is not built"
+            )
+        if isinstance(model, nn.Module) and not getattr(
+            model, "peft_config", None
+        ):  # `parallel_model` refuses others
             check_trainable(model)
         if isinstance(model, ParallelModel) and tensor_parallel not in (1, model.topology.tensor):
             raise UserError(
-                f"ZeroTPTrainer: tensor_parallel is {tensor_parallel}, but the model has TP {model.topology.tensor}; "
+                f"ZeroTPTrainer: tensor_parallel is {tensor_parallel}, but the model has TP "
+                f"{model.topology.tensor}; "
                 "leave tensor_parallel out"
             )
         _check_arguments(args, tensor_parallel)
@@ -119,10 +143,13 @@ class TensorParallel(Base):
         self._labelled_rows: Tensor | None = None
         super().__init__(model, args, *arguments, **options)
         if self.compute_loss_func is not None:
-            raise UserError("compute_loss_func: it needs whole logits with gradients, which no rank forms")
+            raise UserError(
+                "compute_loss_func: it needs whole logits with gradients, which no rank forms"
+            )
         if self.optimizer is not None or self.lr_scheduler is not None:
             raise UserError(
-                "optimizers: Trainer replaces them under DeepSpeed; set optim, learning_rate and lr_scheduler_type, or "
+                "optimizers: Trainer replaces them under DeepSpeed; set optim, learning_rate and "
+                "lr_scheduler_type, or "
                 "give optimizer_cls_and_kwargs"
             )
         self.model_accepts_loss_kwargs = True  # losses of tokens and of rows are sums here
@@ -131,17 +158,22 @@ class TensorParallel(Base):
         self._announce_the_mean(args)
 
     def _announce_the_mean(self, args: TrainingArguments) -> None:
-        """Warn where plain Trainer's loss is a sum of means. `args` has DeepSpeed's accumulation by now."""
+        """Warn where plain Trainer's loss is a sum of means. `args` has DeepSpeed's accumulation
+        by now.
+        """
         sums_replicas = self.topology.data > 1 and args.average_tokens_across_devices
-        sums_losses = not self.model.spec.causal and (args.gradient_accumulation_steps > 1 or sums_replicas)
+        sums_losses = not self.model.spec.causal and (
+            args.gradient_accumulation_steps > 1 or sums_replicas
+        )
         if sums_losses and self.topology.rank == 0:
             warnings.warn(
-                "ZeroTPTrainer: the loss is the mean over a step's labels; plain Trainer adds up the mean losses of an "
+                "ZeroTPTrainer: the loss is the mean over a step's labels; plain Trainer adds up "
+                "the mean losses of an "
                 "encoder's micro-batches on all replicas",
                 stacklevel=3,
             )
 
-    # ---- samples -------------------------------------------------------------------------------------------------
+    # ---- samples ---------------------------------------------------------------------------------
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         """Return the arguments of Trainer's own accelerator, and keep them for ours."""
@@ -153,11 +185,15 @@ class TensorParallel(Base):
         super().create_accelerator_and_postprocess()
         if not self.is_deepspeed_enabled:
             raise UserError(
-                "ZeroTPTrainer: it trains in DeepSpeed's engine; give TrainingArguments a deepspeed=CONFIG, such as "
+                "ZeroTPTrainer: it trains in DeepSpeed's engine; give TrainingArguments a "
+                "deepspeed=CONFIG, such as "
                 '{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto", …}'
             )
         fill_left_out_keys(self.accelerator.state.deepspeed_plugin.hf_ds_config, self.args)
-        options = {**self._accelerator_options, "deepspeed_plugin": None}  # accelerate's state has it already
+        options = {
+            **self._accelerator_options,
+            "deepspeed_plugin": None,
+        }  # accelerate's state has it already
         clipping = self.args.max_grad_norm
         on_engine = partial(setattr, self, "zero")
         self.accelerator = TensorParallelAccelerator(self.topology, clipping, on_engine, **options)
@@ -169,20 +205,29 @@ class TensorParallel(Base):
     def _get_dataloader(self, *arguments: Any, **options: Any) -> Any:
         loader = super()._get_dataloader(*arguments, **options)
         if loader.worker_init_fn is not None:  # workers of a TP group draw the same
-            workers, rank = self.args.dataloader_num_workers, self.topology.data_rank
+            workers = self.args.dataloader_num_workers
+            rank = self.topology.data_rank
             loader.worker_init_fn = partial(seed_worker, num_workers=workers, rank=rank)
         return loader
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> float:
         return super().floating_point_ops(inputs) / self.topology.tensor
 
-    # ---- the loss ------------------------------------------------------------------------------------------------
+    # ---- the loss --------------------------------------------------------------------------------
 
-    def _get_num_items_in_batch(self, batch_samples: Sequence[Mapping[str, Any]], device: Any) -> Tensor | None:
-        """Return the labelled tokens of a step on all data-parallel ranks; keep its labelled rows."""
+    def _get_num_items_in_batch(
+        self, batch_samples: Sequence[Mapping[str, Any]], device: Any
+    ) -> Tensor | None:
+        """Return the labelled tokens of a step on all data-parallel ranks; keep its labelled
+        rows.
+        """
         over_data = self.args.average_tokens_across_devices
         tokens, self._labelled_rows = count_labels(
-            batch_samples, self.topology, device, shifted=self._loss_shifts_labels, over_data_parallel=over_data
+            batch_samples,
+            self.topology,
+            device,
+            shifted=self._loss_shifts_labels,
+            over_data_parallel=over_data,
         )
         return tokens
 
@@ -198,13 +243,22 @@ class TensorParallel(Base):
             comparison.require_same()
         arguments = dict(inputs)
         if self.model.training:
-            arguments = pad_for_sequence_parallelism(inputs, self.topology, causal=self.model.spec.causal)
-        if self.model.training and self.model.spec.sentence_head and arguments.get("next_sentence_label") is None:
+            arguments = pad_for_sequence_parallelism(
+                inputs, self.topology, causal=self.model.spec.causal
+            )
+        if (
+            self.model.training
+            and self.model.spec.sentence_head
+            and arguments.get("next_sentence_label") is None
+        ):
             raise UserError(
-                "next_sentence_label: the rows have none, and a model with a sentence head has no loss without it; "
+                "next_sentence_label: the rows have none, and a model with a sentence head has no "
+                "loss without it; "
                 "add the column, or use the class without that head, such as BertForMaskedLM"
             )
-        if "next_sentence_label" in arguments and num_items_in_batch is not None:  # both were counted together
+        if (
+            "next_sentence_label" in arguments and num_items_in_batch is not None
+        ):  # both were counted together
             arguments["num_rows_in_batch"] = self._labelled_rows
         loss = super().compute_loss(
             model, arguments, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
@@ -213,7 +267,11 @@ class TensorParallel(Base):
         return loss
 
     def prediction_step(
-        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> Any:
         if prediction_loss_only:
             inputs = {**inputs, "return_logits": False}
@@ -221,7 +279,9 @@ class TensorParallel(Base):
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
         if self.deepspeed is None:
-            self.deepspeed = self.model  # before any training the model is evaluated without an engine
+            self.deepspeed = (
+                self.model
+            )  # before any training the model is evaluated without an engine
         output = super().evaluation_loop(*arguments, **options)
         steps = math.ceil(output.num_samples / (self.args.eval_batch_size * self.topology.data))
         self._evaluation = output.metrics, steps
@@ -237,7 +297,8 @@ class TensorParallel(Base):
         return output
 
     def _correct_speed(self, metrics: dict[str, float]) -> None:
-        """Set the steps per second of an evaluation: Trainer divides the samples over all ranks, not the replicas.
+        """Set the steps per second of an evaluation: Trainer divides the samples over all ranks,
+        not the replicas.
 
         Figures that a script logs under such a name stay.
         """
@@ -247,12 +308,15 @@ class TensorParallel(Base):
             if suffix and (seconds := metrics.get(f"{prefix}_runtime")):
                 metrics[name] = round(steps / seconds, 3)
 
-    # ---- checkpoints ---------------------------------------------------------------------------------------------
+    # ---- checkpoints -----------------------------------------------------------------------------
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> Any:
         if self.zero is not None:
             raise UserError(
-                "ZeroTPTrainer.train: it has trained already, and accelerate has destroyed its engine; make another "
+                "ZeroTPTrainer.train: it has trained already, and accelerate has destroyed its "
+                "engine; make another "
                 "trainer, and pass resume_from_checkpoint to its train"
             )
         folder = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
@@ -270,17 +334,30 @@ class TensorParallel(Base):
         return self.zero
 
     def _load_best_model(self) -> None:
-        resume_states(self._engine, self.lr_scheduler, Path(self.state.best_model_checkpoint), self.args.seed)
+        resume_states(
+            self._engine, self.lr_scheduler, Path(self.state.best_model_checkpoint), self.args.seed
+        )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        step, minutes = self.state.global_step, self.args.ddp_timeout / 60
-        save_states(self._engine, self.lr_scheduler, Path(output_dir), step, self.args.seed, timeout_minutes=minutes)
+        step = self.state.global_step
+        minutes = self.args.ddp_timeout / 60
+        save_states(
+            self._engine,
+            self.lr_scheduler,
+            Path(output_dir),
+            step,
+            self.args.seed,
+            timeout_minutes=minutes,
+        )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the native Hugging Face model and the tokenizer. Collective over all ranks."""
-        loading, self.is_distributed_loading_by_transformers = self.is_distributed_loading_by_transformers, True
+        loading = self.is_distributed_loading_by_transformers
+        self.is_distributed_loading_by_transformers = True
         try:
-            self._save(output_dir)  # the flag makes `_save` call the model's save_pretrained on every rank
+            self._save(
+                output_dir
+            )  # the flag makes `_save` call the model's save_pretrained on every rank
         finally:
             self.is_distributed_loading_by_transformers = loading
         if self.args.should_save:
@@ -289,17 +366,27 @@ class TensorParallel(Base):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _match_tokenizer(self, directory: Path) -> None:
-        """Make transformers open the tokenizer that it has saved with the same ids; see `match_tokenizer`."""
+        """Make transformers open the tokenizer that it has saved with the same ids; see
+        `match_tokenizer`.
+        """
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             return
         if problem := match_tokenizer(directory, tokenizer):
             kind = self.model.config.model_type
-            without = f"{directory}: written without a tokenizer, because transformers opens it with other ids"
-            warnings.warn(f"{without} beside a {kind}: {problem}; save it to a directory of its own", stacklevel=3)
+            without = (
+                f"{directory}: written without a tokenizer, because transformers opens it with "
+                "other ids"
+            )
+            warnings.warn(
+                f"{without} beside a {kind}: {problem}; save it to a directory of its own",
+                stacklevel=3,
+            )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore random states: a TP group takes its first rank's, because data collators draw from them."""
+        """Restore random states: a TP group takes its first rank's, because data collators draw
+        from them.
+        """
         super()._load_rng_state(checkpoint)
         if checkpoint is None or self.topology.tensor == 1:
             return
@@ -316,7 +403,8 @@ class ZeroTPTrainer(TensorParallel, Trainer):  # type: ignore[misc]
 
 
 def _check_arguments(args: TrainingArguments, tensor: int = 1) -> None:
-    """Refuse arguments that are not exact on tensor-parallel ranks; connect the ranks and check their number.
+    """Refuse arguments that are not exact on tensor-parallel ranks; connect the ranks and check
+    their number.
 
     Args:
         tensor: TP degree.
@@ -326,32 +414,47 @@ def _check_arguments(args: TrainingArguments, tensor: int = 1) -> None:
             raise UserError(f"TrainingArguments.{name}: {why}; leave it out")
     if getattr(args, "train_sampling_strategy", "random") == "batch_rebalance":
         raise UserError(
-            'TrainingArguments.train_sampling_strategy: "batch_rebalance" gives each rank other samples; use "random"'
+            'TrainingArguments.train_sampling_strategy: "batch_rebalance" gives each rank other '
+            'samples; use "random"'
         )
-    if getattr(args, "lr_scheduler_type", None) in ("reduce_lr_on_plateau", "greedy") and args.save_strategy != "no":
+    if (
+        getattr(args, "lr_scheduler_type", None) in ("reduce_lr_on_plateau", "greedy")
+        and args.save_strategy != "no"
+    ):
         raise UserError(
-            "TrainingArguments.lr_scheduler_type: a checkpoint cannot hold the state of a schedule that follows a "
+            "TrainingArguments.lr_scheduler_type: a checkpoint cannot hold the state of a schedule "
+            "that follows a "
             'metric; use another, or save_strategy="no"'
         )
     args.device  # noqa: B018 - connects the ranks
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    world = (
+        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    )
     if args.world_size != world:
         raise UserError(
-            f"TrainingArguments: accelerate counts {args.world_size} of {world} ranks, and losses would be divided "
+            f"TrainingArguments: accelerate counts {args.world_size} of {world} ranks, and losses "
+            "would be divided "
             "by the wrong number; on a machine without accelerators give use_cpu=True"
         )
     if tensor < 1 or world % tensor:
         raise UserError(
-            f"ZeroTPTrainer: tensor_parallel is {tensor}, but the number of ranks, {world}, is no multiple of it; "
-            "start more with deepspeed, torchrun --nproc_per_node N or accelerate launch --multi_gpu --num_processes N"
+            f"ZeroTPTrainer: tensor_parallel is {tensor}, but the number of ranks, {world}, is no "
+            "multiple of it; "
+            "start more with deepspeed, torchrun --nproc_per_node N or accelerate launch "
+            "--multi_gpu --num_processes N"
         )
 
 
 def _check_batch(args: TrainingArguments, topology: Topology) -> None:
-    """Refuse a global batch in DeepSpeed's config: transformers would accept only one that counts every rank."""
-    total = HfDeepSpeedConfig(args.deepspeed).get_value("train_batch_size") if args.deepspeed else None
+    """Refuse a global batch in DeepSpeed's config: transformers would accept only one that
+    counts every rank.
+    """
+    total = (
+        HfDeepSpeedConfig(args.deepspeed).get_value("train_batch_size") if args.deepspeed else None
+    )
     if topology.tensor > 1 and total not in (None, "auto"):
         raise UserError(
-            f"train_batch_size: {total} in DeepSpeed's config: transformers compares it with a batch of all ranks, but "
+            f"train_batch_size: {total} in DeepSpeed's config: transformers compares it with a "
+            "batch of all ranks, but "
             'the ranks of a tensor parallel group have the same samples; use "auto"'
         )
