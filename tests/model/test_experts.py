@@ -28,7 +28,7 @@ from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings
 from tests.tiers import in_tiers
 from zero_tp.base.errors import ConfigError
-from zero_tp.base.settings.schema import ZeroTP
+from zero_tp.base.settings.schema import Logging, ZeroTP
 from zero_tp.model.architectures import ARCHITECTURES
 from zero_tp.model.flops import model_flops
 from zero_tp.model.huggingface import ZeroTPForCausalLM
@@ -339,7 +339,7 @@ def shares_of_a_step(seed: int) -> tuple[dict[str, float], list[torch.Tensor]]:
         reference.config, topology, settings, seed=0, source=Native(reference), recompute=full
     )
     logged: list[dict[str, float]] = []
-    logging = SimpleNamespace(zero_tp=SimpleNamespace(logging=SimpleNamespace(interval=2)))
+    logging = SimpleNamespace(zero_tp=SimpleNamespace(logging=Logging(interval=2)))
     state: Any = SimpleNamespace(
         engine=engine, topology=topology, step=1, is_last_step=False, log=logged.append
     )

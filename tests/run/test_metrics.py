@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.support.run_log import RunLog
+from zero_tp.base.settings.schema import Logging
 from zero_tp.model.flops import utilisation
 from zero_tp.parallel.devices import DEVICES, find_device_spec, peak_flops
 from zero_tp.run.callback import Metrics
@@ -357,7 +358,7 @@ def test_with_auto_a_line_is_printed_every_few_seconds(
     seconds, written = 0.0, list[int]()
     logger = StepLogger(clock=lambda: seconds)
     state = SimpleNamespace(
-        config=SimpleNamespace(zero_tp=SimpleNamespace(logging=SimpleNamespace(interval=interval))),
+        config=SimpleNamespace(zero_tp=SimpleNamespace(logging=Logging(interval=interval))),
         engine=SimpleNamespace(skipped=False, spike=None),
         print=lambda text: None,
         log=lambda values: written.append(values["step"]),

@@ -126,7 +126,7 @@ def train_and_save(path: str, run: str, save_at: list[int], last: int) -> dict[s
             assert saver.outcome() == (step, "")
             engine.deepspeed_engine.eval()
             with torch.no_grad():
-                logits = engine.engine(batch_of(0)[:2, :-1]).logits.float().clone()
+                logits = engine.deepspeed_engine(batch_of(0)[:2, :-1]).logits.float().clone()
     return {"steps": done, "masters": masters_of(engine), "logits": logits}
 
 

@@ -21,6 +21,7 @@ from tests.support.native import gradients, native_tensors, parallel_model, to_t
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.base.errors import ConfigError, UserError
+from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.model.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.model.huggingface import model as huggingface_model
 from zero_tp.parallel.topology import Topology
@@ -113,7 +114,7 @@ CASES = [
 def test_a_vocabulary_is_resized(ranks: Pools, kind: str, tensor: int, tokens: int) -> None:
     assert (
         ranks(2).run(resized_vocabulary, kind, tensor, tokens)
-        == [[{"cpu_checkpointing": True}] * 2] * 2
+        == [[ActivationCheckpointing(cpu_checkpointing=True)] * 2] * 2
     )
 
 
