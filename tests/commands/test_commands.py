@@ -64,7 +64,7 @@ def test_the_public_names_are_what_they_say() -> None:
     import zero_tp.tools.planning.plan  # the modules of the functions don't take their place
 
     public = {name: getattr(zero_tp, name) for name in zero_tp.__all__}
-    functions = {"parallel_model", "plan", "prepare", "stream"}
+    functions = {"connect", "parallel_model", "plan", "prepare", "stream"}
     assert all(value.__name__ == name for name, value in public.items())
     assert {name for name, value in public.items() if not isinstance(value, type)} == functions
     assert public["plan"] is zero_tp.tools.planning.plan.plan

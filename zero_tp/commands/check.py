@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from zero_tp.base.constants import in_gib
 from zero_tp.base.errors import BAD_INPUT, UserError, error_line
 from zero_tp.base.shipped import find_config
-from zero_tp.commands.explain import explain
+from zero_tp.run.config.explain import explain
 
 if TYPE_CHECKING:
     from zero_tp.run.config import RunConfig

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.launched import ROOT, zero_tp
-from zero_tp.commands.explain import READERS, explain
 from zero_tp.run.config import ConfigError, RunConfig
+from zero_tp.run.config.explain import READERS, explain
 
 QUICKSTART = ROOT / "ds_configs" / "quickstart.json"
 OVERRIDES = ["zero_tp.training.seed=7", "optimizer.params.eps=auto"]
