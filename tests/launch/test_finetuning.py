@@ -240,7 +240,12 @@ def test_answers_are_compared_as_squads_script_does(
         ("classification", "a.jsonl", "", "no examples in it"),
         ("squad", "a.json", "{}", r'a\.json: not usable for --task squad: "data" is missing'),
         ("squad", "a.json", LONG, r"a\.json: not usable for --task squad: Truncation"),
-        ("squad", "a.json", '{"data": 7}', r"a\.json: not usable for --task squad: .*an integer"),
+        (
+            "squad",
+            "a.json",
+            '{"data": 7}',
+            r"a\.json: not usable for --task squad: .*'int' object is not iterable",
+        ),
         (
             "race",
             "a.txt",

@@ -276,6 +276,7 @@ def longer_on_one_rank(schedule: str, length: int) -> str:
             topology,
             source=UninitializedSource(),
             device=computing.device,
+            random_device="cpu",
         )
         tokens = tensor_there(rows, computing)
         comparison = SampleComparison({"input_ids": tokens}, topology)

@@ -230,7 +230,7 @@ def stubbed(model: ParallelModel) -> Iterator[TrainingEngine]:
             dist, "all_reduce", partial(all_reduce_of, dist.all_reduce, topology.data_group)
         ),
     ):
-        made: Any = TrainingEngine
+        made: Any = TrainingEngine.from_dict
         device = next(model.parameters()).device
         yield made(
             model.config, topology, settings, seed=0, device=device, model=lambda *_, **__: model
