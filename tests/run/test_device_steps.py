@@ -21,6 +21,7 @@ from torch._subclasses import fake_tensor
 from tests.support.decoders import MODEL_TYPES
 from tests.support.simulated_steps import ENCODERS, Does, Watching, watched, watched_step
 from tests.tiers import in_tiers
+from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.engine.engine import TrainingEngine
 from zero_tp.engine.guards import check_replicas
@@ -78,8 +79,8 @@ FULL = RecomputePolicy(mode="full")
 OTHERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"length": 80}, {"rope_parameters": DYNAMIC}),
     (GRIDS["SP"], UNEVEN),
-    ({"policy": FULL, "checkpointing": {"cpu_checkpointing": True}}, {}),
-    ({"policy": FULL, "checkpointing": {"partition_activations": True}}, {}),
+    ({"policy": FULL, "checkpointing": ActivationCheckpointing(cpu_checkpointing=True)}, {}),
+    ({"policy": FULL, "checkpointing": ActivationCheckpointing(partition_activations=True)}, {}),
     ({"length": 32}, {"rope_parameters": DYNAMIC}),
     (GRIDS["TP 2"], UNEVEN),
 ]
