@@ -156,6 +156,8 @@ class MaskedLM(ParallelModel):
         )
         output = PreTrainingOutput()
         if labels is not None:
+            # `nonzero` waits for the device, because its result's length is data. A run counts on
+            # the host.
             places = labelled_positions(labels) if label_places is None else label_places
             self._score_tokens(
                 output, hidden, labels, places, sequence, reduction, num_items_in_batch
@@ -223,6 +225,8 @@ class MaskedLM(ParallelModel):
             places = places.new_zeros(
                 1
             )  # score an ignored label, so that every weight gets a gradient of 0
+        # Labels are [b, s], hidden states [s, b, h]. With b 2 and s 3, place 4 is position 1 of row
+        # 1, which is row 1·2 + 1 = 3 of the flattened hidden states.
         row = places // length
         position = places % length
         rows = gather_rows(
@@ -254,6 +258,8 @@ class MaskedLM(ParallelModel):
     ) -> None:
         """Fill in the rows' scores, and the losses of their labels [b]."""
         assert self.sentence_head is not None
+        # The first tokens of all rows are the first b rows of [s, b, h]. Under SP only one rank has
+        # them.
         first = torch.arange(hidden.shape[1], device=hidden.device)
         scores = self.sentence_head(
             gather_rows(hidden, first, self.topology.tensor_group, sequence=sequence)
@@ -269,6 +275,7 @@ class MaskedLM(ParallelModel):
         valid = (labels == 0) | (labels == 1) | ~counted
         torch._assert_async(valid.all(), f"next_sentence_label must be 0, 1 or {IGNORE_INDEX}")
         correct = scores.detach().argmax(1) == labels
+        # With a divisor the losses of several micro-batches add up to one mean.
         torch_reduction = "sum" if divisor is not None else reduction
         loss = F.cross_entropy(
             scores.float(), labels, ignore_index=IGNORE_INDEX, reduction=torch_reduction

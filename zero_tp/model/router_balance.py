@@ -27,11 +27,14 @@ class _Loss(torch.autograd.Function):
         ctx.balance = balance
         fraction = balance.choices / balance.tokens
         probability = balance.probability_sums / balance.tokens
+        # The hidden states pass through, so that the graph of all layers hangs on this function.
         return hidden.view_as(hidden), balance.experts.count * (fraction * probability).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, loss_gradient: Tensor) -> tuple[Tensor, None]:
         balance: RouterBalance = ctx.balance
+        # Counts have no gradient. With T counted tokens, E · Σₑ fₑ Pₑ has the gradient E · fₑ / T
+        # for every counted token's probability of expert e, and fₑ is choices / T.
         share = balance.choices / balance.tokens / balance.tokens
         balance.gradient = loss_gradient * balance.experts.count * share / balance.tensor_size
         return gradient, None
@@ -91,6 +94,8 @@ class RouterBalance:
             self.choices.scatter_add_(0, chosen.flatten(), ones.flatten())
             self.probability_sums += rounded.sum(0)
             self.tokens = self.tokens + tokens
+        # A recomputed layer runs first without a graph; its hook is set when backward runs it
+        # again.
         if probabilities.requires_grad:
             probabilities.register_hook(self._add_gradient)
 
