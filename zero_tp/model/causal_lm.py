@@ -280,8 +280,8 @@ class CausalLM(ParallelModel):
             document_ids = document_ids_from_positions(position_ids.expand(*input_ids.shape))
         packed = None if document_ids is None else self._pack(document_ids, input_ids.device)
         inputs = ForwardInputs(attention_mask, position_ids, packed, cache, balance)
+        # Sequence first: shards of the sequence are then contiguous, as collectives need them.
         hidden: Tensor = self.transformer(
-            # Sequence first: shards of the sequence are then contiguous, as collectives need them.
             input_ids.t().contiguous(), inputs=inputs, types=types, sequence=sequence
         )
         return hidden, sequence

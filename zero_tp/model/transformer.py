@@ -72,7 +72,7 @@ class Embedding(nn.Module):
         # The word embedding's ḡ has left this rank its own tokens: with s 8 and t 2, rank 1 has
         # tokens 4 to 7 and looks up their types and positions only.
         first = self.tensor_rank * length if sequence else 0
-        # GPT-2's way in transformers. The look-up is a sum over TP (ḡ), so it takes all types.
+        # In GPT-2 types are token ids. ḡ scatters the look-up's sum, so it takes all types.
         if types is not None and self.token_type is None:  # the types are token ids
             stream = stream + self.word(types, sequence=sequence)
         if self.token_type is not None:

@@ -69,6 +69,7 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
     vocabulary: int = fields.get("vocab_size", config_class.vocab_size)
     for name in TOKEN_IDS:
         default = getattr(config_class, name)
+        # GPT-2's default is 50,256, which a smaller vocabulary does not have.
         if isinstance(default, int) and default >= vocabulary:
             fields.setdefault(name, None)
     _check_token_ids(fields, vocabulary)
@@ -82,6 +83,7 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
         StrictDataclassError,
     ) as error:  # its own checks
         why = " ".join(str(error).split())
+        # Errors of a class name its fields in their text; of several the last is blamed.
         causes = [
             name for name in fields if re.search(rf"\b({name}|{name.replace('_', ' ')})\b", why)
         ]

@@ -77,6 +77,7 @@ def rotary(config: PretrainedConfig, head_size: int, *, partial_rotary: bool = F
         """Compute on the host, whose rounding is the same everywhere; a device keeps its copy."""
         if kind == "default":
             base = parameters["rope_theta"]
+            # The operations of transformers' default, in its order, so that the bits are equal.
             return (
                 1.0 / (base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim))
             ).to(device), 1.0

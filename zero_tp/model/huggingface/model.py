@@ -46,9 +46,11 @@ class HuggingFaceModel(PretrainedWeights):
     _checkpointing: tuple[RecomputePolicy, ActivationCheckpointing] | None = None
 
     def __init__(self, config: PretrainedConfig, topology: Topology | None = None, **options: Any):
+        # Past ParallelModel's, whose `super().__init__()` would call this one without a config.
         PreTrainedModel.__init__(self, config)
         self._build(topology, **options)
         self.loss_type: Any = _loss_type(native_class_of(config))
+        # Last, because it collects the tied weights and more from finished submodules.
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -74,6 +76,7 @@ class HuggingFaceModel(PretrainedWeights):
         asks_for_losses = (
             options.get("return_logits") is not None or options.get("reduction", "mean") != "mean"
         )
+        # In a training step nobody reads the logits: [b, s, v], whole on every TP rank.
         return not (asks_for_losses or self.training or torch.is_grad_enabled())
 
     def _undefined_means(self, options: Mapping[str, Any]) -> dict[str, Any]:

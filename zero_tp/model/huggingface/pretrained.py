@@ -105,6 +105,7 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         not split.
         """
         own = dict(self.named_parameters(remove_duplicate=False))
+        # torch's own way for our names; it also refuses `assign`.
         if assign or not state_dict or state_dict.keys() & own.keys():
             return super().load_state_dict(state_dict, strict, assign)
         if self.topology.tensor > 1:
@@ -171,6 +172,7 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
                 "out, and "
                 "call it on every rank"
             )
+        # A shard's owner must take part, so one rank cannot write alone.
         sharded = self.topology.tensor > 1 or any(
             hasattr(parameter, "ds_tensor") for parameter in parameters.values()
         )

@@ -74,9 +74,11 @@ def native_model(config: PretrainedConfig, *, with_buffers: bool = False) -> Any
     Args:
         with_buffers: its buffers, such as rotary frequencies, have values.
     """
+    # Names and shapes are wanted, not data, so a model larger than the memory costs none.
     with init_empty_weights(include_buffers=not with_buffers):
         if config.model_type in ARCHITECTURES:
             native = getattr(transformers, native_class_of(config))
+            # The caller's config keeps its own choice of attention.
             config = copy.deepcopy(config)
             if not native._supports_sdpa:  # MegatronBert
                 config._attn_implementation = "eager"
@@ -137,6 +139,7 @@ class PretrainedSource:
             source: alias for alias, source in aliases.items() if alias in self.file_names
         }
         for source, alias in self.aliases.items():
+            # A file with the alias alone is the tied weight under its other name.
             self.file_names.setdefault(source, self.file_names[alias])
         heads = architecture_of(config).optional_heads
         self.new_heads = [
@@ -151,6 +154,7 @@ class PretrainedSource:
                 _check_shape_and_dtype(
                     directory, self.file_names[name], self.tensors[self.file_names[name]], shape
                 )
+            # Without new heads the pattern is empty and fits no name.
             elif name not in aliases and not re.fullmatch(absent_heads, name):
                 raise UserError(f"{directory}: no tensor {name}; expected shape {shape}")
 
@@ -173,20 +177,32 @@ class PretrainedSource:
             self._seeded_init.fill(local, name, whole, layout, init, topology)
             return
         spans = layout.spans(whole, topology.tensor_rank, topology.tensor)
+        # The last ranks' rows beyond the vocabulary are in no file, and `local` is memory as it
+        # was.
         zero_padding(local, spans)
+        # Files have one tensor an expert, our parameter all of them: expert e is read into
+        # `local[e]`. TP splits each matrix, so the first dimension's map is that of everything.
         matrices = local if weight.experts else [local]
         for matrix, target in zip(weight.matrices(), matrices, strict=True):
             self._read(target, matrix, spans[1:] if weight.experts else spans)
+        # Each rank checks the slices that it has read; none reads a whole file.
         if not is_finite(local):
             raise non_finite_error(self.directory, ", ".join(weight.names), local)
 
     def _read(self, target: Tensor, weight: Weight, spans: Sequence[Spans]) -> None:
         """Read a part of one matrix, or of a vector, into `target`.
 
+        Gate and up of width 4 are one parameter here and two tensors in files. Rank 1 of TP 2:
+
+            parameter [8, h]    g0 g1 g2 g3 u0 u1 u2 u3
+            target [4, h]       g2 g3 u2 u3
+            it reads            gate_proj[2:4] → target[0:2],  up_proj[2:4] → target[2:4]
+
         Args:
             spans: the part's map along each dimension. Hugging Face's tensors split the rows, too.
         """
         rows, *columns = spans
+        # A row layer is split along columns, which no file splits.
         whole_columns = [Spans.identity(along.whole_length) for along in columns]
         for name, stored_rows in weight.spans(rows.whole_length).items():
             for stored_index, index in overlaps((stored_rows, *whole_columns), spans):
@@ -198,11 +214,13 @@ class PretrainedSource:
         """
 
         def read(name: str) -> Tensor:
+            # A memory-mapped file: the transpose is a view, and only the slice's pages are read.
             tensor = self.tensors[self.file_names[name]]
             return (tensor.t() if transposed else tensor)[index]
 
         source = read(hf_name)
         alias = self.aliases.get(hf_name)
+        # Compared slice by slice, so no rank reads a whole embedding for it.
         if alias is not None and not torch.equal(source, read(alias)):
             raise _tie_error(self.directory, hf_name, alias)
         return source
@@ -218,6 +236,12 @@ def _match_names(
 
     Files of the bare model lack the prefix of the class with a head. Tensors that the architecture
     ignores are dropped.
+
+        in files                            in the class
+        wte.weight (a bare GPT2Model)       transformer.wte.weight
+        embed_out.weight (GPT-NeoX)         lm_head.weight
+        bert.….LayerNorm.gamma              bert.….LayerNorm.weight
+        h.0.attn.bias (a causal mask)       dropped
     """
     file_names: dict[str, str] = {}
     native_names = {file_name: name for name, file_name in architecture.file_names.items()}
@@ -225,6 +249,7 @@ def _match_names(
         name = native_names.get(file_name, file_name)
         for old, new in architecture.obsolete_suffixes.items():
             name = name.removesuffix(old) + new if name.endswith(old) else name
+        # An unknown name gets the prefix too; `_is_ignorable` tries it with and without.
         name = name if name in expected else architecture.base_prefix + name
         if name in file_names:
             raise UserError(
