@@ -80,9 +80,7 @@ VARLEN_HEAD_SIZE = 192
 def can_use_varlen(
     mask: AttentionMask, spec: TransformerSpec, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Return whether `varlen_attn` can compute these documents and windows, so that no mask
-    tensor is built.
-    """
+    """Return whether `varlen_attn` can compute these documents and windows, without a mask."""
     return (
         # `varlen_attn` has no dropout. `cu_seqlens` stands for queries and keys, so a cache must
         # not have added keys.
@@ -97,8 +95,7 @@ def can_use_varlen(
 
 
 class SDPACore(AttentionCore):
-    """Call `scaled_dot_product_attention`, or `varlen_attn` for documents and windows if it runs
-    them.
+    """Call torch's `scaled_dot_product_attention` or, for documents and windows, `varlen_attn`.
 
     Masks are additive, because SDPA would convert a boolean mask in every layer and keep each copy
     for backward. On CPUs, calls without a mask use model/cpu_flash.py.

@@ -43,8 +43,10 @@ class ScoredOutput(CausalLMOutputWithPast):
 
 
 def next_tokens(labels: Tensor) -> Tensor:
-    """Return the token that each position predicts, from Hugging Face's labels (`labels =
-    input_ids`). [b, s]
+    """Return the token that each position predicts. [b, s] → [b, s].
+
+    Args:
+        labels: as Hugging Face defines them, with the token of the position itself.
     """
     targets = torch.full_like(labels, IGNORE_INDEX)
     # Labels [5 6 7 8] become targets [6 7 8 -100]: a row's last position predicts nothing.
@@ -145,10 +147,9 @@ class CausalLM(ParallelModel):
 
         Returns:
             `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks. With
-                `none` it has the
-            labels' shape and is 0 for ignored ones; `greedy` is set. As in transformers,
-            `output_router_logits` of a model with experts adds `router_aux_loss_coef` times
-            `aux_loss` to the mean.
+            `none` it has the labels' shape and is 0 for ignored ones; `greedy` is set. As in
+            transformers, `output_router_logits` of a model with experts adds
+            `router_aux_loss_coef` times `aux_loss` to the mean.
         """
         self._check_call("CausalLMOutputWithPast", reduction, return_dict)
         if use_cache and cache is None:

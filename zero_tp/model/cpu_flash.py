@@ -72,8 +72,9 @@ class _Flash(torch.autograd.Function):
 def _head_blocks(
     query: Tensor, key: Tensor
 ) -> Iterator[tuple[tuple[int, slice], tuple[int, slice], int]]:
-    """Yield (index of some heads of one row, index of their KV heads, how often to repeat each
-    KV head).
+    """Yield the heads that are computed together, so many that their scores fit the cache.
+
+    Each is (index of some heads of one row, index of their KV heads, repetitions of a KV head).
     """
     batch, heads, length, _ = query.shape
     group = heads // key.shape[1]
@@ -97,8 +98,12 @@ def _head_blocks(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, *, causal: bool
 ) -> None:
-    """Write softmax(QKᵀ/√d)V, [heads, s, d], to `output` and L = log Σ exp(QKᵀ/√d), fp32 [heads,
-    s], to `lse`.
+    """Compute attention of some heads, and the logarithm of each softmax's sum.
+
+    Args:
+        query, key, value: [heads, s, d].
+        output: gets softmax(QKᵀ/√d)V, [heads, s, d].
+        lse: gets L = log Σ exp(QKᵀ/√d), fp32 [heads, s].
     """
     scale = query.shape[-1] ** -0.5
     # Products of strided Q, K and V were 5 ms slower than those of copies (benchmarks/tried.md).
@@ -179,9 +184,7 @@ def _gradients(
 
 
 def _product(left: Tensor, right: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
-    """Return scaled scores, [heads, queries, keys], and for 16-bit ones the remainder that
-    rounding them lost.
-    """
+    """Return scaled scores, [heads, queries, keys], and what their rounding lost (None in fp32)."""
     score = _scaled(left, right.mT, scale)
     if left.dtype == torch.float32:
         return score, None
@@ -204,8 +207,8 @@ def _split_fp32(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 def is_faster(dtype: torch.dtype, device: torch.device, queries: int, keys: int) -> bool:
     """Return whether `flash_attention` is faster than torch's kernel."""
-    # bf16 products pay where the CPU has instructions for them. Shorter sequences, single queries
-    # beside a cache among them, use torch's kernel.
+    # bf16 products pay where the CPU has instructions for them. Shorter sequences, and single
+    # queries after a cache, use torch's kernel.
     fast = dtype == torch.float32 or (dtype == torch.bfloat16 and devices.multiplies_bf16())
     return device.type == "cpu" and fast and queries == keys >= 2 * BLOCK
 

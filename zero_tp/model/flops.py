@@ -23,8 +23,9 @@ class ForwardFlops(NamedTuple):
 
 
 def layer_products(spec: TransformerSpec) -> float:
-    """Return the multiply-adds per token, one for each element of a layer's matrices, averaged over
-    layers.
+    """Return the multiply-adds per token of a layer's matrices, a mean over layers.
+
+    A matrix has one for each of its elements.
 
     Experts count only if they compute the token; routers and the shared experts' gates count too.
     """

@@ -34,7 +34,8 @@ class PreTrainingOutput(ModelOutput):
         loss: masked_loss + sentence_loss, or the one that exists.
         prediction_logits: [b, s, v], whole on every TP rank and without gradient.
         seq_relationship_logits: [b, 2], without gradient.
-        masked_loss: of the masked tokens. sentence_loss: of the order of the segments.
+        masked_loss: of the masked tokens.
+        sentence_loss: of the order of the segments.
         masked_accuracy, sentence_accuracy: share of correct argmaxes, with the losses' divisors,
             fp32 without gradient; with `reduction="none"` bool [b, s] and [b].
     """
@@ -114,9 +115,10 @@ class MaskedLM(ParallelModel):
         """Return the losses and, if requested or without labels, logits.
 
         Args:
-            input_ids: [b, s]. attention_mask: [b, s], 1 for a token and 0 for padding, which no
-                token sees.
-            token_type_ids: [b, s], by default 0. position_ids: [b or 1, s], by default from 0.
+            input_ids: [b, s].
+            attention_mask: [b, s], 1 for a token and 0 for padding, which no token sees.
+            token_type_ids: [b, s], by default 0.
+            position_ids: [b or 1, s], by default from 0.
             labels: [b, s], the token at a masked position; -100 is ignored.
             next_sentence_label: [b], 0 where a row's segments are in order, 1 where they are
                 swapped; -100 is ignored.

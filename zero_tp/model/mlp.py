@@ -68,8 +68,9 @@ class _Gate(torch.autograd.Function):
 
 
 class GatedActivation(Activation):
-    """activation(gate) · up of a tensor that holds both; backward keeps only that tensor. [*,
-    2n] → [*, n].
+    """activation(gate) · up of a tensor that holds both. [*, 2n] → [*, n].
+
+    Backward keeps only that tensor.
     """
 
     def forward(self, intermediate: Tensor) -> Tensor:

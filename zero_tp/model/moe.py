@@ -55,8 +55,9 @@ class Router(nn.Module):
     def forward(
         self, tensor: Tensor, balance: RouterBalance | None, *, group: Group, sequence: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the weights, fp32, and indices of each token's experts. [s, b, h] → [n, k], int64
-        [n, k].
+        """Return the weights and indices of each token's experts.
+
+        [s, b, h] → fp32 [n, k], int64 [n, k].
 
         Under SP each rank computes the logits of its shard [s/t, b, h], so all ranks choose by the
         same bits. Forward all-gathers them, [s/t, b, E] → [s, b, E]; backward reduce-scatters their
@@ -96,9 +97,9 @@ class SharedExpert(GatedMLP):
 
 
 class Experts(nn.Module):
-    """Σ over a token's k experts of weight · (activation(x Wᵍ) · x Wᵘ) Wᵈ, and the shared expert's
-    output.
+    """A layer's experts, of which a router chooses k for each token, and the shared expert.
 
+    The output is Σ weight · (activation(x Wᵍ) · x Wᵘ) Wᵈ over the k experts, plus the shared one's.
     [s, b, h] → [s, b, h], shards under SP. No token is dropped, however many choose the same
     expert.
     """

@@ -164,8 +164,9 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 class RMSNorm(Norm):
-    """Root mean square normalisation (arXiv 1910.07467, equation 4), with a weight. [*, h] → [*,
-    h].
+    """Root mean square normalisation, with a weight. [*, h] → [*, h].
+
+    Equation 4 of arXiv 1910.07467.
     """
 
     def forward(self, tensor: Tensor) -> Tensor:
@@ -225,8 +226,9 @@ class _SplitRMSNorm(torch.autograd.Function):
 
 
 class SplitRMSNorm(nn.Module):
-    """RMSNorm over the features of all heads together, of which a rank has some. [b, heads, s, d] →
-    the same.
+    """RMSNorm over the features of all heads together, of which a rank has some.
+
+    [b, heads, s, d] → the same.
 
     Ranks may share heads (see `GroupedQKV`). Each then counts such a head in part, and the weight's
     gradient is partial.

@@ -119,10 +119,10 @@ class ParallelModel(WrapperChecks, ABC):
         self.generation_config = getattr(source, "generation", None) or self.generation_config
 
     def _config_fields(self) -> dict[str, Any]:
-        """Return the config's fields that the layers read when they were built, and that nothing
-        may change since.
+        """Return the config's fields that the layers read when they were built.
 
-        A change of the others has no effect on transformers' built models either.
+        They must not change afterwards. A change of the others has no effect on transformers' built
+        models either.
         """
         fields = self.architecture.fields
         values = vars(self.config)

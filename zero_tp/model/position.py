@@ -85,8 +85,9 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate_rows(tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps) -> Tensor:
-    """Rotate with one row per position. [b, heads, s, d] → the same shape, with positions
-    outermost in memory.
+    """Rotate with one row per position. [b, heads, s, d] → the same shape.
+
+    The result has positions outermost in memory.
     """
     # Rows of `map_rows` are positions, so that a chunk of heads and its angles fit the cache
     # together. A projection's output has positions outermost in memory already.
@@ -96,8 +97,9 @@ def _rotate_rows(tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseO
 
 
 def apply_rotary(tensor: Tensor, cos_sin: CosSin, ops: ElementwiseOps) -> Tensor:
-    """Rotate the first r features of every head, feature i with feature i + r/2. [b, heads, s,
-    d] → the same shape.
+    """Rotate the first r features of every head, feature i with feature i + r/2.
+
+    [b, heads, s, d] → the same shape.
     """
     rotated: Tensor = _Rotate.apply(tensor, *cos_sin, ops)
     return rotated

@@ -1,5 +1,4 @@
-"""The load-balancing loss of routers (arXiv 2101.03961, equations 4 to 6), over all layers of one
-forward.
+"""The load-balancing loss of all routers in one forward (arXiv 2101.03961, equations 4 to 6).
 
 It is transformers' `load_balancing_loss_func`: E · Σₑ fₑ Pₑ. fₑ counts an expert's choices, Pₑ sums
 its probabilities over the tokens of all layers; both are divided by the number of these tokens. As
@@ -41,8 +40,7 @@ class _Loss(torch.autograd.Function):
 
 
 class RouterBalance:
-    """Count the routers' choices in one forward, and add the loss's gradient to that of their
-    probabilities.
+    """Count the routers' choices in one forward, and give their probabilities the loss's gradient.
 
     Layers do not return the statistics, because a recomputed layer keeps and returns only the
     residual stream. A router that runs again in backward is not counted again.
@@ -77,8 +75,10 @@ class RouterBalance:
         self.tokens: Tensor | float = 0.0
 
     def observe(self, logits: Tensor, probabilities: Tensor) -> None:
-        """Count one layer's choices, and let the gradient of its probabilities include the
-        loss's. [n, E] each.
+        """Count one layer's choices, and add the loss's gradient to that of its probabilities.
+
+        Args:
+            logits, probabilities: [n, E].
         """
         if not self._is_counted:
             # transformers' loss computes softmax and top-k again, in the logits' dtype.
@@ -105,8 +105,9 @@ class RouterBalance:
         return gradient + (self.gradient if self._mask is None else self._mask * self.gradient)
 
     def loss(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the layers' output, to be used instead of `hidden`, and the loss, fp32 scalar
-        without coefficient.
+        """Return the layers' output and the loss, fp32 scalar without its coefficient.
+
+        Use this output instead of `hidden`: its backward sets the routers' gradient.
         """
         self._is_counted = True
         outputs: tuple[Tensor, Tensor] = _Loss.apply(hidden, self)

@@ -147,9 +147,7 @@ class PostNormLayer(TransformerLayer):
 
 
 class ParallelLayer(TransformerLayer):
-    """Attention and MLP both start from the layer's input (GPT-NeoX-20B, arXiv 2204.06745,
-    section 2.1).
-    """
+    """Attention and MLP both start from the layer's input (arXiv 2204.06745, section 2.1)."""
 
     def forward(self, x: Tensor, *, context: ForwardContext) -> Tensor:
         mlp = self.dropout(self.mlp(self.mlp_norm(x), context=context))

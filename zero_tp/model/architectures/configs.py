@@ -1,5 +1,6 @@
-"""Check Hugging Face configs, of a run's JSON or a directory's config.json, against their
-architecture's table.
+"""Check Hugging Face configs against their architecture's table.
+
+A config comes from a run's JSON (`zero_tp.model`) or from a directory's config.json.
 """
 
 from __future__ import annotations
@@ -111,8 +112,9 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
 
 
 def _check_sizes(fields: dict[str, Any], aliases: dict[str, str]) -> None:
-    """Refuse sizes for which building the config or its table would exhaust memory before other
-    checks run.
+    """Refuse sizes with which building the config or its table would exhaust the memory.
+
+    They would do so before any later check runs.
     """
     counts = {
         "num_hidden_layers",
@@ -284,8 +286,9 @@ def _declared_fields(raw: dict[str, Any], config_class: Any, rules: Fields) -> d
 
 
 def _unknown_fields(raw: dict[str, Any], config_class: Any, rules: Fields) -> list[str]:
-    """Return the names in a config.json that neither the model_type nor a list of known fields
-    has.
+    """Return the names in a config.json that are no known fields.
+
+    Known are those of the model_type, of every config and of generation.
     """
     # Old files also hold generation settings, which transformers removes.
     generation_fields = GenerationConfig._get_default_generation_params()
@@ -301,8 +304,9 @@ def _unknown_fields(raw: dict[str, Any], config_class: Any, rules: Fields) -> li
 
 
 def describe_ignored_fields(directory: Path) -> list[str]:
-    """Return a line that names the fields of a config.json that transformers' class ignores, as
-    we do; or none.
+    """Return a line about the fields of a config.json that transformers ignores, or no line.
+
+    They are ignored here, too.
     """
     raw = read_config_json(directory)
     model_type = _model_type(raw)

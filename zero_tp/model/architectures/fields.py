@@ -226,8 +226,7 @@ def _identifiers(model_type: str) -> frozenset[str]:
 
 
 def may_read(model_type: str, name: str) -> bool:
-    """Return whether transformers' model could read a config field that its config class does not
-    declare.
+    """Return whether transformers' model could read a field that its config class lacks.
 
     False is certain: the name is nowhere in the model's code. True also covers other uses of the
     name.

@@ -1,5 +1,6 @@
-"""phi3 is Hugging Face's Phi3ForCausalLM (Phi-3, Phi-4), whose Q, K and V are one weight, as
-gate and up are.
+"""phi3 is Hugging Face's Phi3ForCausalLM (Phi-3, Phi-4).
+
+Its Q, K and V are one weight, and so are gate and up.
 """
 
 from __future__ import annotations

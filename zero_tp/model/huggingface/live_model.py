@@ -224,9 +224,7 @@ def _check_modules(
 
 
 def _attributes(module: nn.Module, other: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name of each compared attribute, its value and its value in a module of the
-    config.
-    """
+    """Yield the name of each compared attribute, its value, and its value in the other module."""
     for name, default in vars(other).items():
         if (
             name not in _MODULE_ATTRIBUTES
@@ -264,8 +262,9 @@ def _check_methods(place: str, module: nn.Module) -> None:
 
 
 def _has_device_hook(module: nn.Module) -> bool:
-    """Return whether accelerate wraps the class's forward only to move inputs to the module's
-    device (`device_map`).
+    """Return whether accelerate has replaced the forward only to move inputs to its device.
+
+    `device_map` does so. The class's own forward still runs.
     """
     hooks = sys.modules.get("accelerate.hooks")
     hook: Any = vars(module).get("_hf_hook")
@@ -317,7 +316,7 @@ def _check_parameters(native: Any, reference: Any, architecture: Architecture) -
                 name, f"a {type(reference).__name__} of its config has none, and it would be lost"
             )
         shape, other = (
-            # A parameter that ZeRO-3 has partitioned is empty; DeepSpeed keeps its shape beside it.
+            # A parameter that ZeRO-3 has partitioned is empty; DeepSpeed keeps its shape apart.
             tuple(getattr(weight, "ds_shape", weight.shape))
             for weight in (parameter, expected[name])
         )
@@ -390,9 +389,7 @@ def _is_equal(buffer: Tensor, other: Tensor) -> bool:
 
 
 def _rounded(rotary: Rotary, dtype: torch.dtype) -> Rotary:
-    """Return the rotary positions with frequencies rounded to a dtype, as a cast of
-    transformers' model does.
-    """
+    """Return the rotary positions with rounded frequencies, as transformers' model after a cast."""
 
     def frequencies(length: int, device: torch.device) -> tuple[Tensor, float]:
         exact, scale = rotary.frequencies(length, device)

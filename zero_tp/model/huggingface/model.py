@@ -1,6 +1,4 @@
-"""The methods of a PreTrainedModel other than weights and forward, which Trainer and accelerate
-call.
-"""
+"""The methods of a PreTrainedModel that Trainer and accelerate call, but weights and forward."""
 
 from __future__ import annotations
 
@@ -70,8 +68,9 @@ class HuggingFaceModel(PretrainedWeights):
         return not self.spec.sentence_head
 
     def _is_evaluation(self, options: Mapping[str, Any]) -> bool:
-        """Return whether a forward with these options is an evaluation, in which transformers'
-        models return logits.
+        """Return whether a forward with these options is an evaluation.
+
+        transformers' models return logits in one.
         """
         asks_for_losses = (
             options.get("return_logits") is not None or options.get("reduction", "mean") != "mean"
@@ -135,8 +134,7 @@ class HuggingFaceModel(PretrainedWeights):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """Recompute in backward by a policy of `zero_tp.recompute`, `full` by default
-        (docs/training.md).
+        """Recompute activations in backward, all of them by default (docs/training.md).
 
         `gradient_checkpointing_enable`, transformers' old name, calls it.
 

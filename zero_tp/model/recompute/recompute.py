@@ -32,8 +32,7 @@ def plain_forward(module: nn.Module) -> Forward:
 
 
 class _Recompute(torch.autograd.Function):
-    """Run a function without a graph, and again with one in backward, followed by a nested
-    backward.
+    """Run a function without a graph; in backward run it again with one, and its backward.
 
     Two layers keep their inputs x0 and x1, and at any time the activations of one layer at most:
 
@@ -117,8 +116,7 @@ def recompute(
 
 
 class RecomputedOutput:
-    """Drop the output of `producer`, and recompute it in the backward of `consumer`, the next
-    module.
+    """Drop the output of a module, the producer, and recompute it for the next, the consumer.
 
     The producer must draw no random numbers. Its own backward keeps its input anyway.
 

@@ -1,5 +1,6 @@
-"""Write safetensors directories that transformers' native classes open, one parameter in memory
-at a time.
+"""Write safetensors directories that transformers' native classes open.
+
+One parameter is whole in memory at a time.
 """
 
 from __future__ import annotations
@@ -414,9 +415,7 @@ def save_state_dict(
     dtype: torch.dtype | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write whole weights, by our names, as a native model into a directory that may have other
-    files.
-    """
+    """Write whole weights, by our names, as a native model. The directory may have other files."""
     shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     stored_dtype = dtype or next(iter(state_dict.values())).dtype
     entries = native_entries(config, shapes, lambda name: state_dict[name].detach(), stored_dtype)

@@ -68,8 +68,9 @@ def gather_parameter(parameter: nn.Parameter) -> Tensor:
 def load_native(
     parameters: Mapping[str, nn.Parameter], config: PretrainedConfig, tensors: Mapping[str, Tensor]
 ) -> tuple[list[str], list[str]]:
-    """Copy a Hugging Face state dict, or a part of one, into parameters that neither TP nor ZeRO-3
-    has sharded.
+    """Copy a Hugging Face state dict, or a part of one, into a model's whole parameters.
+
+    Neither TP nor ZeRO-3 may have sharded them.
 
     Args:
         parameters: the model's, by our names.

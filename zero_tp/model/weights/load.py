@@ -89,9 +89,7 @@ def native_model(config: PretrainedConfig, *, with_buffers: bool = False) -> Any
 
 
 def stored_shapes(native: Any, config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a native model's tensors, by the names that files of its weights
-    have.
-    """
+    """Return the shapes of a native model's tensors, by their names in files."""
     return {
         name: tuple(tensor.shape)
         for name, tensor in file_tensors(weights_of(config), native.state_dict()).items()
@@ -99,10 +97,9 @@ def stored_shapes(native: Any, config: PretrainedConfig) -> dict[str, tuple[int,
 
 
 class PretrainedSource:
-    """A `WeightSource` that reads this rank's slices of a Hugging Face directory as parameters are
-    made.
+    """A `WeightSource` that reads this rank's slices of a Hugging Face directory.
 
-    The constructor checks names, shapes and dtypes; it reads no data.
+    The constructor checks names, shapes and dtypes; `fill` reads a parameter when it is made.
 
     Args:
         config: the model's, of a supported model_type.
@@ -177,8 +174,7 @@ class PretrainedSource:
             self._seeded_init.fill(local, name, whole, layout, init, topology)
             return
         spans = layout.spans(whole, topology.tensor_rank, topology.tensor)
-        # The last ranks' rows beyond the vocabulary are in no file, and `local` is memory as it
-        # was.
+        # The last ranks' rows beyond the vocabulary are in no file, and `local` is uninitialised.
         zero_padding(local, spans)
         # Files have one tensor an expert, our parameter all of them: expert e is read into
         # `local[e]`. TP splits each matrix, so the first dimension's map is that of everything.
@@ -266,8 +262,10 @@ def _match_names(
 
 
 def _is_ignorable(name: str, architecture: Architecture) -> bool:
-    """Return whether a tensor, named with the prefix, belongs to an optional head or is an
-    obsolete buffer.
+    """Return whether a tensor belongs to an optional head or is an obsolete buffer.
+
+    Args:
+        name: with the prefix.
     """
     patterns = [
         *architecture.optional_heads.values(),
@@ -332,9 +330,7 @@ def open_any_config(directory: Path) -> PretrainedConfig:
 
 
 def open_config(directory: Path) -> PretrainedConfig:
-    """Open the config of a Hugging Face directory of any causal language model that transformers
-    has a class for.
-    """
+    """Open the config of a directory of any causal language model that transformers knows."""
     config = open_any_config(directory)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{directory}: {config.model_type} is not a causal language model")
@@ -342,9 +338,7 @@ def open_config(directory: Path) -> PretrainedConfig:
 
 
 def _check_fields(raw: dict[str, Any], path: Path) -> None:
-    """Refuse fields by which transformers would load other files or run code, and more layers
-    than any model has.
-    """
+    """Refuse fields that make transformers load other files or run code, and too many layers."""
     for name, value in raw.items():
         if isinstance(value, dict):
             _check_fields(value, path)
@@ -371,8 +365,9 @@ def open_model(
     *,
     allow_pickle: bool = False,
 ) -> Any:
-    """Open a Hugging Face directory as transformers' own causal class, whatever its architecture,
-    on the CPU.
+    """Open a Hugging Face directory of any causal architecture as transformers' own class.
+
+    The model is on the CPU.
 
     Args:
         config: of `open_config`.
@@ -435,8 +430,9 @@ def _check_layers(directory: Path, config: PretrainedConfig, tensors: Mapping[st
 
 
 def _check_native(directory: Path, native: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Check shapes, dtypes and ties of the tensors that belong to the class, with or without its
-    base prefix.
+    """Check shapes, dtypes and ties of the tensors that belong to the class.
+
+    Their names may lack its base prefix.
     """
     expected = {
         name: tensor for name, tensor in native.state_dict().items() if tensor.is_floating_point()

@@ -25,7 +25,8 @@ def unstack_experts(
                                                 block_sparse_moe.experts.1.w1.weight …
 
     Args:
-        native: the class's model, which has the shapes. directory: for error messages.
+        native: the class's model, which has the shapes.
+        directory: for error messages.
 
     Raises:
         UserError: a stacked tensor of another shape, or the same experts twice.
