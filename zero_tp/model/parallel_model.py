@@ -177,7 +177,7 @@ class ParallelModel(WrapperChecks, ABC):
                 "before training starts, or open its save_pretrained directory"
             )
         topology = self.topology
-        # Process groups cannot be copied, and a copy communicates with the same ranks.
+        # A copy communicates with the same ranks, in the same process groups.
         memo |= {
             id(shared): shared for shared in (topology, topology.tensor_group, topology.data_group)
         }

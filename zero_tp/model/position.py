@@ -44,7 +44,7 @@ def compute_cos_sin(rotary: Rotary, positions: Tensor, length: int, dtype: torch
         length: of the sequence so far, positions that are cached included.
         dtype: of the activations.
     """
-    # In bf16, with 8 significant bits, positions above 256 would not be distinct.
+    # In bf16, with 8 significant bits, 257 would be 256: later neighbours would share angles.
     frequencies, scale = rotary.frequencies(length, positions.device)
     angles = positions[:, None, :, None].float() * frequencies
     # Feature i and feature i + r/2 turn by the same angle, in the order of transformers' models.

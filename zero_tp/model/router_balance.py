@@ -26,7 +26,7 @@ class _Loss(torch.autograd.Function):
         ctx.balance = balance
         fraction = balance.choices / balance.tokens
         probability = balance.probability_sums / balance.tokens
-        # The hidden states pass through, so that the graph of all layers hangs on this function.
+        # The hidden states pass through, so that this backward runs before that of any layer.
         return hidden.view_as(hidden), balance.experts.count * (fraction * probability).sum()
 
     @staticmethod
@@ -44,6 +44,9 @@ class RouterBalance:
 
     Layers do not return the statistics, because a recomputed layer keeps and returns only the
     residual stream. A router that runs again in backward is not counted again.
+
+        forward     layer 1: observe    layer 2: observe    loss: statistics are complete
+        backward    loss: sets `gradient`    layer 2: adds it    layer 1: adds it
 
     Args:
         experts: the spec's settings.

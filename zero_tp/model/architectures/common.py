@@ -302,8 +302,7 @@ def expert_weights(
     )
     for our_name, names in linears.items():
         experts = [f"{HF_LAYER}{block}.experts.{number}" for number in range(count)]
-        # Expert by expert, in the order of our rows: gate of expert 0, up of expert 0, gate of
-        # expert 1, …
+        # In the order of our rows: gate and up of expert 0, gate and up of expert 1, and so on.
         matrices = tuple(f"{expert}.{name}.weight" for expert in experts for name in names)
         stacked = f"{HF_LAYER}mlp.experts.{our_name}_proj"
         yield Weight(

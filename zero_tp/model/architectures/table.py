@@ -64,7 +64,13 @@ class Weight:
         return whole.flatten(0, 1) if self.experts else whole
 
     def matrices(self) -> list[Weight]:
-        """Return a weight for each expert's matrix; without experts, this one."""
+        """Return a weight for each expert's matrix; without experts, this one.
+
+        Of Mixtral's gate and up with 2 experts:
+
+            names       0.w1 0.w3 1.w1 1.w3
+            matrices    (0.w1 0.w3), (1.w1 1.w3)
+        """
         if not self.experts:
             return [self]
         parts = len(self.names) // self.experts
@@ -147,8 +153,9 @@ def to_hf(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[str,
 
 
 def file_tensors(weights: Iterable[Weight], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a transformers class as files name them. Stacked experts become one
-    view each.
+    """Return the tensors of a transformers class as files name them.
+
+    Stacked experts become one view each. A file's own names stay.
     """
     stored = dict(tensors)
     for weight in weights:

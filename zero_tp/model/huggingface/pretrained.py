@@ -105,7 +105,7 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         not split.
         """
         own = dict(self.named_parameters(remove_duplicate=False))
-        # torch's own way for our names; it also refuses `assign`.
+        # Our names are loaded as by torch, and ParallelModel refuses `assign`.
         if assign or not state_dict or state_dict.keys() & own.keys():
             return super().load_state_dict(state_dict, strict, assign)
         if self.topology.tensor > 1:

@@ -33,6 +33,14 @@ RECOMPUTED_MODULES = {"layer": "", "attention_core": "attention.core"}
 class ActivationMemory:
     """Wrap the forward of the modules that the policy recomputes.
 
+    In each chosen layer:
+
+        full                         the layer runs again, from its input in the store
+        selective: attention_core    attention.core runs again, from Q, K and V
+        selective: norm              attention drops the output of attention_norm, mlp that of
+                                     mlp_norm; both compute it again
+        selective: mlp_activation    mlp.down does so with the output of mlp.activation
+
     Args:
         policy: `zero_tp.recompute`.
         checkpointing: where the recomputed layers' inputs are kept.

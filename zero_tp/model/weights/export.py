@@ -130,7 +130,11 @@ def live_entries(
 
 
 def plan_shards(entries: Iterable[Entry], max_shard_size: str) -> dict[str, list[Entry]]:
-    """Return file name → its tensors, packed as transformers does."""
+    """Return file name → its tensors, packed as transformers does: in order, not by best fit.
+
+    Raises:
+        UserError: `max_shard_size` is not a size.
+    """
     if not re.fullmatch(r"0*[1-9]\d*([KMGT]B)?", max_shard_size, re.IGNORECASE):
         raise UserError(
             f"max_shard_size: {max_shard_size!r} is not a positive size such as 5GB or 500MB"
