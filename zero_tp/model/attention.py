@@ -30,6 +30,7 @@ def repeat_kv_heads(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Ten
     times = heads // key.shape[1]
     if times == 1:
         return key, value
+    # A group's queries are neighbours: k0 k1 become k0 k0 k1 k1. `repeat` would give k0 k1 k0 k1.
     return key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
 
 
@@ -79,10 +80,10 @@ VARLEN_HEAD_SIZE = 192
 def can_use_varlen(
     mask: AttentionMask, spec: TransformerSpec, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Return whether `varlen_attn` can compute these documents and windows, so that no mask
-    tensor is built.
-    """
+    """Return whether `varlen_attn` can compute these documents and windows, without a mask."""
     return (
+        # `varlen_attn` has no dropout. `cu_seqlens` stands for queries and keys, so a cache must
+        # not have added keys.
         mask.padding_mask is None
         and (mask.first_key, mask.keys) == (mask.first_query, mask.queries)
         and devices.runs_varlen(device)
@@ -94,8 +95,7 @@ def can_use_varlen(
 
 
 class SDPACore(AttentionCore):
-    """Call `scaled_dot_product_attention`, or `varlen_attn` for documents and windows if it runs
-    them.
+    """Call torch's `scaled_dot_product_attention` or, for documents and windows, `varlen_attn`.
 
     Masks are additive, because SDPA would convert a boolean mask in every layer and keep each copy
     for backward. On CPUs, calls without a mask use model/cpu_flash.py.
@@ -109,6 +109,7 @@ class SDPACore(AttentionCore):
             return None
         if not can_use_varlen(mask, spec, like.dtype, like.device):
             return super().build_mask(mask, spec, like)
+        # Without documents each row is one sequence, so a window alone needs no mask tensor either.
         packed = mask.packed or PackedSequences.one_per_row(
             like.shape[1], mask.queries, like.device
         )
@@ -119,6 +120,8 @@ class SDPACore(AttentionCore):
     ) -> Tensor:
         if isinstance(mask, VarlenMask):
             return varlen_attention(query, key, value, mask)
+        # torch aligns `is_causal` at the first query and the first key: a single query after cached
+        # tokens would see the first key only.
         causal = (
             self.causal and mask is None and query.shape[2] > 1
         )  # a single query sees every key
@@ -134,6 +137,7 @@ class SDPACore(AttentionCore):
         ):
             return cpu_flash.flash_attention(query, key, value, causal)
         grouped = key.shape[1] != query.shape[1]
+        # Streams are swapped into torch's generator only for a call that draws from it.
         with (
             self.streams.use(PER_RANK) if dropout_p else nullcontext(),
             disable_cudnn_for_mask(mask),
@@ -235,6 +239,8 @@ class Attention(ElementwiseModule):
         self.number = number
         self.window = spec.windows[number]
         self.clip = spec.clip
+        # The parts of a fused weight are all split. With fewer KV heads K and V may have to be
+        # replicated, which rows of a split weight cannot be.
         fused = spec.kv_heads == spec.heads
         projection: type[FusedQKV | GroupedQKV] = FusedQKV if fused else GroupedQKV
         self.qkv = projection(make.child("qkv"), spec)
@@ -248,6 +254,7 @@ class Attention(ElementwiseModule):
         )
         self.query_norm: nn.Module = nn.Identity()
         self.key_norm: nn.Module = nn.Identity()
+        # OLMoE's norm needs the mean square of all heads' features, of which a rank has some.
         if spec.query_key_norm == "whole":
             for name, heads in (("query_norm", spec.heads), ("key_norm", spec.kv_heads)):
                 by_rank = heads_by_rank(spec.heads, heads, make.topology.tensor)
@@ -257,6 +264,8 @@ class Attention(ElementwiseModule):
                     SplitRMSNorm(make.child(name), by_rank, spec.head_size, spec.norm_epsilon),
                 )
         elif spec.query_key_norm == "heads":
+            # A norm of each head needs no other rank. With or without SP a rank norms its own heads
+            # only, so the gradient of its weight [d] is partial under any TP.
             norm = NORMS[spec.norm]
             sharded = make.topology.tensor > 1
             self.query_norm = norm(
@@ -268,6 +277,7 @@ class Attention(ElementwiseModule):
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
         query, key, value = self.qkv(tensor, sequence=context.sequence)
+        # Norm, clip, rotation: the order of transformers' OLMoE.
         query = self.query_norm(query)
         key = self.key_norm(key)
         if self.clip is not None:
@@ -278,9 +288,12 @@ class Attention(ElementwiseModule):
             query, key = (
                 apply_rotary(tensor, context.cos_sin, self.elementwise) for tensor in (query, key)
             )
+        # Keys are cached after the rotation, so each is rotated once, and before they are repeated
+        # for their queries, so the cache has each of this rank's KV heads once.
         if context.cache is not None:
             key, value = context.cache.update(key, value, self.number)
         key = self.qkv.repeat_for_queries(key)
         value = self.qkv.repeat_for_queries(value)
+        # Layers with the same window share one mask, which is built once a forward.
         attended = self.core(query, key, value, mask=context.masks[self.window])  # [b, a/t, s, d]
         return self.output(attended.permute(2, 0, 1, 3).flatten(2), sequence=context.sequence)

@@ -30,7 +30,8 @@ Pack = Callable[[Tensor, torch.device], PackedSequences]
 
 @dataclass
 class ScoredOutput(CausalLMOutputWithPast):
-    """
+    """transformers' output of a causal model, with what scoring and experts add.
+
     Attributes:
         greedy: whether each label is the argmax, shaped like `loss`; only with `reduction="none"`.
         aux_loss: the load-balancing loss of experts, without its coefficient, if it is a part of
@@ -42,10 +43,13 @@ class ScoredOutput(CausalLMOutputWithPast):
 
 
 def next_tokens(labels: Tensor) -> Tensor:
-    """Return the token that each position predicts, from Hugging Face's labels (`labels =
-    input_ids`). [b, s]
+    """Return the token that each position predicts. [b, s] → [b, s].
+
+    Args:
+        labels: as Hugging Face defines them, with the token of the position itself.
     """
     targets = torch.full_like(labels, IGNORE_INDEX)
+    # Labels [5 6 7 8] become targets [6 7 8 -100]: a row's last position predicts nothing.
     targets[:, :-1] = labels[:, 1:]
     return targets
 
@@ -143,10 +147,9 @@ class CausalLM(ParallelModel):
 
         Returns:
             `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks. With
-                `none` it has the
-            labels' shape and is 0 for ignored ones; `greedy` is set. As in transformers,
-            `output_router_logits` of a model with experts adds `router_aux_loss_coef` times
-            `aux_loss` to the mean.
+            `none` it has the labels' shape and is 0 for ignored ones; `greedy` is set. As in
+            transformers, `output_router_logits` of a model with experts adds
+            `router_aux_loss_coef` times `aux_loss` to the mean.
         """
         self._check_call("CausalLMOutputWithPast", reduction, return_dict)
         if use_cache and cache is None:
@@ -154,6 +157,7 @@ class CausalLM(ParallelModel):
         per_token = reduction == "none"
         targets = self._targets(input_ids, labels, shift_labels, per_token=per_token)
         loss = logits = greedy = aux_loss = balance = None
+        # Statistics are for the balancing loss, which is a part of the mean only.
         if targets is not None and not per_token:
             balance = self._router_balance(input_ids, attention_mask, unpadded_length)
         inputs = (input_ids, attention_mask, position_ids, document_ids, cache, token_type_ids)
@@ -161,6 +165,8 @@ class CausalLM(ParallelModel):
             *inputs, balance=balance, unpadded_length=unpadded_length
         )
         if balance is not None:
+            # Before the head, so that its backward runs before those of the layers, whose routers
+            # need it.
             hidden, aux_loss = balance.loss(hidden)
         if targets is not None:
             loss, greedy = self._losses(
@@ -220,6 +226,7 @@ class CausalLM(ParallelModel):
         """Return the scalar loss and None; with `per_token` each label's loss and whether it is
         the argmax.
         """
+        # Sequence first, like the hidden states.
         labels = targets.transpose(0, 1).contiguous()
         loss, greedy = self.head(
             hidden, labels, sequence=sequence, per_token=per_token, divisor=divisor
@@ -264,6 +271,7 @@ class CausalLM(ParallelModel):
             self._check_ids("token_type_ids", token_type_ids)
             types = token_type_ids.t().contiguous()
         sequence = self._runs_sequence_parallel(input_ids.shape[1])
+        # transformers separates documents under the same conditions (`masking_utils.py`).
         if (
             document_ids is None
             and position_ids is not None
@@ -273,6 +281,7 @@ class CausalLM(ParallelModel):
             document_ids = document_ids_from_positions(position_ids.expand(*input_ids.shape))
         packed = None if document_ids is None else self._pack(document_ids, input_ids.device)
         inputs = ForwardInputs(attention_mask, position_ids, packed, cache, balance)
+        # Sequence first: shards of the sequence are then contiguous, as collectives need them.
         hidden: Tensor = self.transformer(
             input_ids.t().contiguous(), inputs=inputs, types=types, sequence=sequence
         )

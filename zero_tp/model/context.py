@@ -24,6 +24,12 @@ class PackedSequences:
     """The documents packed in a batch's rows. A sequence is a run of tokens of one document in one
     row.
 
+    Two rows of 6 tokens. B goes on in the second row, as a sequence of its own:
+
+        token         0 1 2 3 4 5 | 6 7 8 9 10 11
+        document      A A A A B B | B C C C C  C
+        cu_seqlens    0, 4, 6, 7, 12              max_seqlen 5
+
     Attributes:
         cu_seqlens: where each of n sequences begins among all b·s tokens, and b·s at the end, int32
             [n + 1].
@@ -41,8 +47,11 @@ class PackedSequences:
         """Start a sequence at each row and wherever `document_ids` [b, s] change; computed on
         the host.
         """
+        # On the host, because the kernels take the greatest length as a Python int: computed on a
+        # device, it would synchronise.
         ids = document_ids.cpu().numpy()
         begins = np.ones(ids.shape, dtype=bool)
+        # A row's first token begins a sequence, even where its document began in the row before.
         begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
         cu_seqlens = np.append(np.flatnonzero(begins), ids.size).astype(np.int32)
         return cls.from_cu_seqlens(cu_seqlens, document_ids.shape, device)
@@ -52,6 +61,7 @@ class PackedSequences:
         cls, cu_seqlens: npt.NDArray[np.int32], shape: torch.Size, device: torch.device
     ) -> PackedSequences:
         """Copy `cu_seqlens` from the host to the device. `shape` is [b, s]."""
+        # Pinned, so that the copy can be asynchronous.
         # From a list, because torch cannot pin a copy of an array.
         on_host = torch.tensor(
             cu_seqlens.tolist(), dtype=torch.int32, pin_memory=device.type != "cpu"
@@ -69,6 +79,7 @@ class PackedSequences:
         tokens = torch.arange(
             self.batch * self.length, dtype=torch.int32, device=self.cu_seqlens.device
         )
+        # The numbers start at 1; masks only compare them.
         return torch.bucketize(tokens, self.cu_seqlens, right=True).view(self.batch, self.length)
 
 
@@ -78,6 +89,10 @@ def document_ids_from_positions(positions: Tensor) -> Tensor | None:
 
     transformers reads rows of packed documents in this way. Synchronises with the device.
     """
+    # A row may begin at any position, so its first difference is set to 1:
+    #     positions     0 1 2 0 1 0
+    #     differences   1 1 1 -2 1 -1
+    #     documents     0 0 0 1 1 2
     begins = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
     return begins.cumsum(1) if begins.any() else None
 
@@ -124,10 +139,13 @@ class AttentionMask:
         """
         if not self.causal:
             return self.padding_mask is None
+        # A window that reaches the first key hides nothing.
         windowed = (
             self.window is not None
             and self.first_query + self.queries - self.first_key > self.window
         )
+        # SDPA's `is_causal` lets query i see keys up to i. That is this mask if there is no earlier
+        # key, or if the only query is the last token, which sees all keys.
         ends_together = self.first_key + self.keys == self.first_query + self.queries
         is_aligned = ends_together and self.queries in (1, self.keys)
         return self.padding_mask is None and self.packed is None and not windowed and is_aligned
@@ -137,12 +155,22 @@ class AttentionMask:
 
         A token may see no key, such as padding on the left. It may still predict the row's first
         token, so each attention core gives it the output of transformers' implementation.
+
+        Five tokens of documents A A A B B with a window of 2:
+
+            key        A0 A1 A2 B0 B1
+            query A0   x
+            query A1   x  x
+            query A2      x  x                A0 is outside the window
+            query B0            x             A2 is of another document
+            query B1            x  x
         """
         if not self.causal:
             return self._visible_bidirectional(device)
         query = torch.arange(self.first_query, self.first_query + self.queries, device=device)[
             :, None
         ]
+        # Positions in the sequence, not in the cache: a windowed cache has dropped the first keys.
         key = torch.arange(self.first_key, self.first_key + self.keys, device=device)[None, :]
         visible = (key <= query)[None, None]
         if self.window is not None:
@@ -195,7 +223,8 @@ class ForwardInputs:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """
+    """What every layer of one forward reads.
+
     Attributes:
         sequence: between the linear layers a rank has its sequence shard (SP).
         masks: by window, see AttentionCore.build_mask.

@@ -23,11 +23,13 @@ class ForwardFlops(NamedTuple):
 
 
 def layer_products(spec: TransformerSpec) -> float:
-    """Return the multiply-adds per token, one for each element of a layer's matrices, averaged over
-    layers.
+    """Return the multiply-adds per token of a layer's matrices, a mean over layers.
+
+    A matrix has one for each of its elements.
 
     Experts count only if they compute the token; routers and the shared experts' gates count too.
     """
+    # Queries and the output projection, keys and values.
     attention = spec.hidden * spec.head_size * (2 * spec.heads + 2 * spec.kv_heads)
     choices = 0 if spec.experts is None else spec.experts.count + (spec.experts.shared > 0)
     routers = spec.hidden * choices * len(spec.expert_layers) / spec.layers
@@ -52,6 +54,7 @@ def forward_flops(
         label_fraction: share of the tokens that go through the head.
     """
     tokens = batch * length
+    # QKᵀ and the product with V, two FLOPs a multiply-add each.
     core = 4.0 * tokens * length * spec.heads * spec.head_size
     return ForwardFlops(
         2.0 * tokens * layer_products(spec),
@@ -71,6 +74,7 @@ def model_flops(
         label_fraction: see `forward_flops`.
     """
     matrices, core, logits = forward_flops(spec, global_batch, length, label_fraction)
+    # Backward has two products for each of forward's: for the gradients of its two factors.
     return 3 * (spec.layers * (matrices + core) + logits)
 
 

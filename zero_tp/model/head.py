@@ -43,6 +43,7 @@ class OutputLayer(ElementwiseModule):
         super().__init__()
         self.vocabulary = spec.vocabulary
         self.group = make.topology.tensor_group
+        # Like the word embedding's, so that a tied weight is the same shard here and there.
         rows = split_vocabulary(spec.vocabulary)
         init = Normal(spec.init_std)
         self.weight = (
@@ -85,6 +86,8 @@ class OutputLayer(ElementwiseModule):
                 "ops": self.elementwise,
             }
             return vocab_parallel_cross_entropy(hidden, self.weight, labels, **common)
+        # The loss gathers in its own function, which makes the hidden states' gradient in forward,
+        # block by block, and scatters the sum.
         whole = gather_from_sequence_region(hidden, self.group) if sequence else hidden
         if labels is None:
             chosen = whole[-keep:] if isinstance(keep, int) else whole[keep]  # whole[-0:] is all
@@ -105,6 +108,7 @@ class MaskedTokenHead(nn.Module):
             make.child("dense"), spec.hidden, spec.hidden, init=Normal(spec.init_std)
         )
         self.activation = Activation(spec.activation)
+        # Not sharded under SP either: `gather_rows` has given every rank the same rows.
         self.norm = NORMS[spec.norm](
             make.child("norm"), spec.hidden, spec.norm_epsilon, sharded_input=False
         )
@@ -123,6 +127,7 @@ class MaskedTokenHead(nn.Module):
         Without labels, return the logits [n, v]. With labels [n], return the loss and the number of
         labels that are the argmax; with `per_token` both of each label, [n].
         """
+        # As [s, b, h] with b = 1, the shape that the output layer takes.
         inputs = self.norm(self.activation(self.dense(rows))).unsqueeze(1)
         if labels is None:
             logits: Tensor = self.decoder(inputs, None)

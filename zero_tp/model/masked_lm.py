@@ -34,7 +34,8 @@ class PreTrainingOutput(ModelOutput):
         loss: masked_loss + sentence_loss, or the one that exists.
         prediction_logits: [b, s, v], whole on every TP rank and without gradient.
         seq_relationship_logits: [b, 2], without gradient.
-        masked_loss: of the masked tokens. sentence_loss: of the order of the segments.
+        masked_loss: of the masked tokens.
+        sentence_loss: of the order of the segments.
         masked_accuracy, sentence_accuracy: share of correct argmaxes, with the losses' divisors,
             fp32 without gradient; with `reduction="none"` bool [b, s] and [b].
     """
@@ -114,9 +115,10 @@ class MaskedLM(ParallelModel):
         """Return the losses and, if requested or without labels, logits.
 
         Args:
-            input_ids: [b, s]. attention_mask: [b, s], 1 for a token and 0 for padding, which no
-                token sees.
-            token_type_ids: [b, s], by default 0. position_ids: [b or 1, s], by default from 0.
+            input_ids: [b, s].
+            attention_mask: [b, s], 1 for a token and 0 for padding, which no token sees.
+            token_type_ids: [b, s], by default 0.
+            position_ids: [b or 1, s], by default from 0.
             labels: [b, s], the token at a masked position; -100 is ignored.
             next_sentence_label: [b], 0 where a row's segments are in order, 1 where they are
                 swapped; -100 is ignored.
@@ -156,6 +158,8 @@ class MaskedLM(ParallelModel):
         )
         output = PreTrainingOutput()
         if labels is not None:
+            # `nonzero` waits for the device, because its result's length is data. A run counts on
+            # the host.
             places = labelled_positions(labels) if label_places is None else label_places
             self._score_tokens(
                 output, hidden, labels, places, sequence, reduction, num_items_in_batch
@@ -223,6 +227,8 @@ class MaskedLM(ParallelModel):
             places = places.new_zeros(
                 1
             )  # score an ignored label, so that every weight gets a gradient of 0
+        # Labels are [b, s], hidden states [s, b, h]. With b 2 and s 3, place 4 is position 1 of row
+        # 1, which is row 1·2 + 1 = 3 of the flattened hidden states.
         row = places // length
         position = places % length
         rows = gather_rows(
@@ -254,6 +260,8 @@ class MaskedLM(ParallelModel):
     ) -> None:
         """Fill in the rows' scores, and the losses of their labels [b]."""
         assert self.sentence_head is not None
+        # The first tokens of all rows are the first b rows of [s, b, h]. Under SP only one rank has
+        # them.
         first = torch.arange(hidden.shape[1], device=hidden.device)
         scores = self.sentence_head(
             gather_rows(hidden, first, self.topology.tensor_group, sequence=sequence)
@@ -269,6 +277,7 @@ class MaskedLM(ParallelModel):
         valid = (labels == 0) | (labels == 1) | ~counted
         torch._assert_async(valid.all(), f"next_sentence_label must be 0, 1 or {IGNORE_INDEX}")
         correct = scores.detach().argmax(1) == labels
+        # With a divisor the losses of several micro-batches add up to one mean.
         torch_reduction = "sum" if divisor is not None else reduction
         loss = F.cross_entropy(
             scores.float(), labels, ignore_index=IGNORE_INDEX, reduction=torch_reduction

@@ -34,6 +34,7 @@ def _gated(intermediate: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor
 def _gated_gradient(
     intermediate: Tensor, gradient: Tensor, function: Callable[[Tensor], Tensor]
 ) -> Tensor:
+    # So any activation has a gradient, and torch can compile the whole function for `map_rows`.
     return torch.func.vjp(lambda tensor: _gated(tensor, function), intermediate)[1](gradient)[0]
 
 
@@ -44,9 +45,12 @@ class _Gate(torch.autograd.Function):
     def forward(
         ctx: Any, intermediate: Tensor, function: Callable[[Tensor], Tensor], ops: ElementwiseOps
     ) -> Tensor:
+        # The gate's activation and the product are elementwise functions of it. autograd would keep
+        # the activation's output, too.
         ctx.save_for_backward(intermediate)
         ctx.function = function
         ctx.ops = ops
+        # [s, b, 2n] as rows: a chunk of them fits the cache (parallel/elementwise.py).
         output: Tensor = ops.map_rows(
             _gated, (intermediate.reshape(-1, intermediate.shape[-1]),), function
         )
@@ -64,8 +68,9 @@ class _Gate(torch.autograd.Function):
 
 
 class GatedActivation(Activation):
-    """activation(gate) · up of a tensor that holds both; backward keeps only that tensor. [*,
-    2n] → [*, n].
+    """activation(gate) · up of a tensor that holds both. [*, 2n] → [*, n].
+
+    Backward keeps only that tensor.
     """
 
     def forward(self, intermediate: Tensor) -> Tensor:
@@ -107,6 +112,9 @@ class GatedMLP(nn.Module):
         init = Normal(spec.init_std)
         residual_init = Normal(spec.residual_std)
         size = size or spec.mlp_size
+        # One weight, so that the input is gathered once (g) and multiplied once. Its two parts are
+        # split each by itself: with TP 2 rank 0 has the first half of gate's rows and the first
+        # half of up's.
         columns = make.child("gate_up")
         self.gate_up = ColumnParallelLinear(
             columns, spec.hidden, (size, size), bias=spec.mlp_bias, init=init

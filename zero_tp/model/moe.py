@@ -46,6 +46,7 @@ class Router(nn.Module):
         super().__init__()
         assert spec.experts is not None
         self.experts = spec.experts
+        # Without TP nothing is summed, and `layout.audit` refuses a partial gradient there.
         layout = Replicated("partial" if make.topology.tensor > 1 else "identical")
         self.weight = make.parameter(
             "weight", (spec.experts.count, spec.hidden), layout, Normal(spec.init_std)
@@ -54,16 +55,21 @@ class Router(nn.Module):
     def forward(
         self, tensor: Tensor, balance: RouterBalance | None, *, group: Group, sequence: bool
     ) -> tuple[Tensor, Tensor]:
-        """Return the weights, fp32, and indices of each token's experts. [s, b, h] → [n, k], int64
-        [n, k].
+        """Return the weights and indices of each token's experts.
+
+        [s, b, h] → fp32 [n, k], int64 [n, k].
 
         Under SP each rank computes the logits of its shard [s/t, b, h], so all ranks choose by the
         same bits. Forward all-gathers them, [s/t, b, E] → [s, b, E]; backward reduce-scatters their
         gradient.
         """
+        # Under SP one rank computes a token's logits and all ranks choose by its bits: ranks that
+        # chose differently would add up parts of different experts. The gather sends E numbers a
+        # token, not h.
         logits = F.linear(tensor.flatten(0, 1), self.weight)
         if sequence:
             logits = gather_from_sequence_region(logits, group)
+        # In fp32 for every dtype, as in transformers' routers.
         probabilities = logits.softmax(-1, dtype=torch.float32)
         if balance is not None:
             balance.observe(logits, probabilities)
@@ -81,6 +87,8 @@ class SharedExpert(GatedMLP):
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, size: int):
         super().__init__(make, spec, size)
+        # A router's weights multiply a rank's part of the experts' outputs, but this gate
+        # multiplies the sum over TP. So without SP every rank computes the gate's whole gradient.
         layout = Replicated("partial" if make.topology.sequence else "identical")
         self.gate = make.parameter("gate", (1, spec.hidden), layout, Normal(spec.init_std))
 
@@ -89,9 +97,9 @@ class SharedExpert(GatedMLP):
 
 
 class Experts(nn.Module):
-    """Σ over a token's k experts of weight · (activation(x Wᵍ) · x Wᵘ) Wᵈ, and the shared expert's
-    output.
+    """A layer's experts, of which a router chooses k for each token, and the shared expert.
 
+    The output is Σ weight · (activation(x Wᵍ) · x Wᵘ) Wᵈ over the k experts, plus the shared one's.
     [s, b, h] → [s, b, h], shards under SP. No token is dropped, however many choose the same
     expert.
     """
@@ -106,6 +114,11 @@ class Experts(nn.Module):
         residual_init = Normal(spec.residual_std)
         self.topology = make.topology
         self.router = Router(make.child("router"), spec)
+        # Gate and up are two parts, each split by itself, so that a rank's gate columns meet their
+        # own up columns. With TP 2 and experts of width 4 a rank holds of every expert:
+        #                         rank 0         rank 1
+        #     gate_up [E, 8, h]   g0 g1 u0 u1    g2 g3 u2 u3     its outputs
+        #     down    [E, h, 4]   0 1            2 3             its inputs
         columns = Sharded(1, (size, size))
         rows = Sharded(2, (size,))
         self.gate_up = ColumnParallelGroupedLinear(
@@ -122,14 +135,27 @@ class Experts(nn.Module):
         return routed if self.shared is None else routed + self.shared(tensor, context=context)
 
     def _routed_output(self, tensor: Tensor, context: ForwardContext) -> Tensor:
-        """Return the weighted sum of the k experts that the router chose for each token."""
+        """Return the weighted sum of the k experts that the router chose for each token.
+
+        Three tokens, k 2 of 3 experts. Copies of tokens are sorted by expert (`Routing`):
+
+            token    0     1     2         rows     0 1 | 2 3 | 4 5     ends 2, 4, 6
+            experts  2 0   0 1   2 1       expert   0 0 | 1 1 | 2 2
+                                           token    0 1 | 1 2 | 0 2
+
+        Token 0 is the weighted sum of rows 4 and 0, token 1 of 1 and 2, token 2 of 5 and 3.
+        """
         group = self.topology.tensor_group
         sequence = context.sequence
+        # f stands before the router too: a rank's gradients of the routing weights are partial
+        # sums, so the router's gradient of the input has to be summed with that of the experts.
+        # Under SP the backward of g sums the logits' gradients, and `gate_up` gathers by itself.
         if not sequence:
             tensor = copy_to_tensor_region(tensor, group)
         weights, chosen = self.router(tensor, context.balance, group=group, sequence=sequence)
         routing = Routing.from_groups(chosen, self.router.experts.count)
         intermediate = self.gate_up(tensor, routing, sequence=sequence)
+        # The rows of all tokens become [s, b, h] by their b: under SP `tensor` has only s/t.
         routed = self.down(self.activation(intermediate), weights, routing).unflatten(
             0, (-1, tensor.shape[1])
         )

@@ -31,12 +31,15 @@ class Norm(ElementwiseModule):
     def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, sharded_input: bool):
         super().__init__()
         self.epsilon = epsilon
+        # LayerNorm's bias shares this layout and this sum.
         self.layout = Replicated("partial" if sharded_input else "identical")
         self.gradient_sum = GradientSum(make.topology.tensor_group) if sharded_input else None
         self.weight = make.parameter("weight", (size,), self.layout, ConstantInit(1.0))
 
 
 class _PartialLayerNorm(torch.autograd.Function):
+    """LayerNorm of this rank's tokens; backward sums the gradients of weight and bias over TP."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -63,6 +66,8 @@ class _PartialLayerNorm(torch.autograd.Function):
                 gradient, tensor, weight.shape, mean, scale, weight, bias, list(wanted)
             )
 
+        # Weight and bias first: their all-reduce runs while the input's gradient is computed. So
+        # torch's kernel is called twice, each time for what is wanted.
         reducing = (
             ctx.gradient_sum.start(*gradients(False, True, True)[1:])
             if needs_weight or needs_bias
@@ -93,16 +98,19 @@ def _rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Ten
     """Return the normed rows [n, h], rounded before the weight, and their scales, fp32 [n, 1]."""
     rows_fp32 = rows.float()
     scale = torch.rsqrt(rows_fp32.square().mean(-1, keepdim=True) + epsilon)
+    # transformers' LlamaRMSNorm rounds here too; rounding once, after the weight, gives other bits.
     return weight * (rows_fp32 * scale).to(rows.dtype), scale
 
 
 def _weight_gradient(gradient: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
     """Return the gradient of the weight, fp32 [h]."""
+    # The normed rows are computed again: they would be another activation of 2sbh bytes.
     return (gradient * (rows.float() * scale).to(rows.dtype)).sum(0, dtype=torch.float32)
 
 
 def _rows_gradient(gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
     """Return the gradient of the rows [n, h]."""
+    # With n = x·scale and g = dY·w: dx = (g - n · mean(g · n)) · scale.
     normed = rows.float() * scale
     normed_gradient = (gradient * weight).float()
     projection = (normed_gradient * normed).mean(-1, keepdim=True)
@@ -139,6 +147,7 @@ class _RMSNorm(torch.autograd.Function):
         rows = (_rows(gradient), _rows(tensor), scale)
         reducing = weight_gradient = input_gradient = None
         if needs_weight:
+            # Its all-reduce runs while the input's gradient is computed.
             weight_gradient = ctx.ops.sum_rows(_weight_gradient, rows).to(weight.dtype)
             reducing = (
                 ctx.gradient_sum.start(weight_gradient) if ctx.gradient_sum is not None else None
@@ -155,8 +164,9 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 class RMSNorm(Norm):
-    """Root mean square normalisation (arXiv 1910.07467, equation 4), with a weight. [*, h] → [*,
-    h].
+    """Root mean square normalisation, with a weight. [*, h] → [*, h].
+
+    Equation 4 of arXiv 1910.07467.
     """
 
     def forward(self, tensor: Tensor) -> Tensor:
@@ -183,6 +193,8 @@ class _SplitRMSNorm(torch.autograd.Function):
         epsilon: float,
         group: Group,
     ) -> Tensor:
+        # TP 2, 3 KV heads, of which both ranks have k1: rank 0 adds k0² + k1²/2, rank 1 k1²/2 +
+        # k2².
         squares = all_reduce((rows.float().square() * share).sum(-1, keepdim=True), group)
         scale = torch.rsqrt(squares / size + epsilon)
         ctx.save_for_backward(rows, weight, scale)
@@ -199,6 +211,9 @@ class _SplitRMSNorm(torch.autograd.Function):
         projection = (
             all_reduce((normed_gradient * normed).sum(-1, keepdim=True), ctx.group) / ctx.size
         )
+        # Ranks that share a head each have the gradient of their own queries, which are added up
+        # later in the weights' and the input's gradients. The projection counts once there, hence
+        # its share.
         rows_gradient = ((normed_gradient - normed * projection * ctx.share) * scale).to(rows.dtype)
         return (
             rows_gradient,
@@ -211,8 +226,9 @@ class _SplitRMSNorm(torch.autograd.Function):
 
 
 class SplitRMSNorm(nn.Module):
-    """RMSNorm over the features of all heads together, of which a rank has some. [b, heads, s, d] →
-    the same.
+    """RMSNorm over the features of all heads together, of which a rank has some.
+
+    [b, heads, s, d] → the same.
 
     Ranks may share heads (see `GroupedQKV`). Each then counts such a head in part, and the weight's
     gradient is partial.
@@ -237,6 +253,7 @@ class SplitRMSNorm(nn.Module):
             [sum(head in heads for heads in heads_by_rank) for head in own] if shared else None
         )
         self.features = slice(own.start * size, own.stop * size)
+        # Ranks that share a head need the same elements, so no split gives each its own.
         layout = Replicated("partial") if shared else Sharded(0, (self.total,))
         self.weight = make.parameter("weight", (self.total,), layout, ConstantInit(1.0))
 

@@ -96,14 +96,18 @@ class ParallelModel(WrapperChecks, ABC):
         self.topology = topology or Topology()
         self.seed = seed
         self.architecture = architecture_of(config)
+        # A copy, because values such as `rope_parameters` can be changed in place.
         self._config_as_built = copy.deepcopy(self._config_fields())
         self.spec = spec or self.architecture.spec(config)
         if self.spec.causal != self.causal:
             kind = "a causal decoder" if self.spec.causal else "no causal decoder"
             raise UserError(f"{type(self).__name__}: {config.model_type} is {kind}")
+        # Before any parameter is made, so that a size that TP cannot split costs no memory and no
+        # time.
         self.spec.check(self.topology.tensor)
         self._random_device = random_device
         if random_device is None:
+            # The meta device has no generator.
             random_device = "cpu" if torch.device(device).type == "meta" else device
         self.streams = RandomStreams(self.topology, seed, random_device)
         weight_dtype = parse_dtype(dtype) or parse_dtype(config.dtype) or torch.float32
@@ -115,10 +119,10 @@ class ParallelModel(WrapperChecks, ABC):
         self.generation_config = getattr(source, "generation", None) or self.generation_config
 
     def _config_fields(self) -> dict[str, Any]:
-        """Return the config's fields that the layers read when they were built, and that nothing
-        may change since.
+        """Return the config's fields that the layers read when they were built.
 
-        A change of the others has no effect on transformers' built models either.
+        They must not change afterwards. A change of the others has no effect on transformers' built
+        models either.
         """
         fields = self.architecture.fields
         values = vars(self.config)
@@ -173,11 +177,13 @@ class ParallelModel(WrapperChecks, ABC):
                 "before training starts, or open its save_pretrained directory"
             )
         topology = self.topology
+        # A copy communicates with the same ranks, in the same process groups.
         memo |= {
             id(shared): shared for shared in (topology, topology.tensor_group, topology.data_group)
         }
         copied = memo[id(self)] = type(self).__new__(type(self))
         vars(copied).update(copy.deepcopy(vars(self), memo))
+        # torch copies a parameter's data, but neither attributes nor hooks.
         for name, parameter in self.named_parameters():
             copy_layout(parameter, copied.get_parameter(name))
         copied.gradient_hooks = GradientHooks(copied, topology.tensor_group)
@@ -243,6 +249,7 @@ class ParallelModel(WrapperChecks, ABC):
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Count the whole model's parameters, on any number of ranks, as transformers does."""
+        # transformers leaves out every nn.Embedding, positions and token types among them.
         kinds = (VocabParallelEmbedding, LearnedEmbedding) if exclude_embeddings else ()
         excluded = {module.weight for module in self.modules() if isinstance(module, kinds)}
         return sum(
@@ -265,6 +272,8 @@ class ParallelModel(WrapperChecks, ABC):
                 "under sequence parallelism needs; pad it, or set zero_tp.parallel.sequence to "
                 "false"
             )
+        # A model built for SP draws its dropouts from the per-rank streams. Without SP all ranks
+        # have the whole residual stream, and each would drop other elements of it.
         if self.training and any(vars(self.spec.dropouts).values()):
             raise UserError(
                 f"sequence length {length} does not divide by tensor parallel size "
@@ -282,6 +291,7 @@ class ParallelModel(WrapperChecks, ABC):
         allowed = f"[0, vocab_size = {self.spec.vocabulary})" + (
             "" if ignore is None else f" or {ignore}"
         )
+        # Asynchronous: reading the result here would wait for the device in each forward.
         torch._assert_async(inside.all(), f"{what} must be in {allowed}")
 
     def _check_call(self, output: str, reduction: str, return_dict: bool | None) -> None:

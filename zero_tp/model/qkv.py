@@ -18,8 +18,12 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 def heads_by_rank(heads: int, kv_heads: int, tensor: int) -> list[range]:
-    """Return the KV heads that each TP rank's queries need; ranks share some if `tensor` does
-    not divide `kv_heads`.
+    """Return the KV heads that each TP rank's queries need.
+
+    Ranks share some if `tensor` does not divide `kv_heads`. 6 queries and 3 KV heads on TP 2:
+
+        q0 q1   q2 q3   q4 q5       rank 0 has q0 q1 q2 and needs k0 k1: range(0, 2)
+         k0      k1      k2         rank 1 has q3 q4 q5 and needs k1 k2: range(1, 3)
     """
     local = heads // tensor
     group_size = heads // kv_heads
@@ -37,6 +41,12 @@ def _split_heads(tensor: Tensor, head_size: int) -> Tensor:
 class FusedQKV(ColumnParallelLinear):
     """One weight of Q | K | V blocks, each split by heads, for models with as many KV heads as
     query heads.
+
+    Four heads on TP 2; a plain cut in two would give rank 0 all queries and no value:
+
+        whole     q0 q1 q2 q3 k0 k1 k2 k3 v0 v1 v2 v3
+        rank 0    q0 q1 k0 k1 v0 v1
+        rank 1    q2 q3 k2 k3 v2 v3
     """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
@@ -48,8 +58,11 @@ class FusedQKV(ColumnParallelLinear):
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> Heads:  # type: ignore[override]
         """Project [s, b, h], a sequence shard when `sequence`, to heads of the whole sequence."""
+        # Each chunk is this rank's Q, K or V, because the layout splits each of them by itself.
         # Not one view and `unbind`, whose backward copies the gradients twice.
         parts = super().forward(tensor, sequence=sequence).chunk(3, -1)
+        # On one CPU thread that takes 9 ms, where stacking and copying took 40 (bf16, 4,096 tokens,
+        # h 1,024; benchmarks/tried.md).
         query, key, value = (_split_heads(part, self.head_size) for part in parts)
         return query, key, value
 
@@ -74,6 +87,8 @@ class GroupedQKV(nn.Module):
         width = spec.heads * spec.head_size
         kv_width = spec.kv_heads * spec.head_size
         split = spec.kv_heads % topology.tensor == 0
+        # Partial without SP too: a rank's gradient has only the heads that its queries use, and of
+        # a head that ranks share only the part of its own queries.
         replicated: Layout = Replicated("partial")
         kv_layout = Sharded(0, (kv_width,)) if split else replicated
 
@@ -82,6 +97,8 @@ class GroupedQKV(nn.Module):
                 make.parameter(name, (size,), layout, ConstantInit(0.0)) if spec.qkv_bias else None
             )
 
+        # Three weights and not one: replicated keys and values cannot be rows of a weight that is
+        # split.
         init = Normal(spec.init_std)
         self.query = make.parameter("query", (width, spec.hidden), Sharded(0, (width,)), init)
         self.key = make.parameter("key", (kv_width, spec.hidden), kv_layout, init)
@@ -90,6 +107,8 @@ class GroupedQKV(nn.Module):
         self.key_bias = bias("key_bias", kv_width, kv_layout)
         self.value_bias = bias("value_bias", kv_width, kv_layout)
 
+        # A rank multiplies the rows of the heads that it needs; the gradient of the other rows is
+        # zero.
         own = heads_by_rank(spec.heads, spec.kv_heads, topology.tensor)[topology.tensor_rank]
         self.rows = None if split else slice(own.start * spec.head_size, own.stop * spec.head_size)
         local = spec.heads // topology.tensor
@@ -114,8 +133,11 @@ class GroupedQKV(nn.Module):
         """Repeat KV heads [b, KV heads, s, d] if they serve different numbers of queries; the
         cores repeat evenly.
         """
+        # SDPA's `enable_gqa` and `repeat_kv_heads` give each KV head equally many queries.
         if self.queries_per_head is None:
             return key_or_value
+        # With 6 queries in groups of 2 on TP 2, rank 0 has q0 q1 q2: its counts are [2, 1], and its
+        # keys k0 k1 become k0 k0 k1.
         # An index tensor would be copied to the device, which synchronises.
         heads = zip(key_or_value.split(1, 1), self.queries_per_head, strict=True)
         return torch.cat([head.expand(-1, queries, -1, -1) for head, queries in heads], 1)

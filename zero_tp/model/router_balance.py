@@ -1,5 +1,4 @@
-"""The load-balancing loss of routers (arXiv 2101.03961, equations 4 to 6), over all layers of one
-forward.
+"""The load-balancing loss of all routers in one forward (arXiv 2101.03961, equations 4 to 6).
 
 It is transformers' `load_balancing_loss_func`: E · Σₑ fₑ Pₑ. fₑ counts an expert's choices, Pₑ sums
 its probabilities over the tokens of all layers; both are divided by the number of these tokens. As
@@ -27,22 +26,27 @@ class _Loss(torch.autograd.Function):
         ctx.balance = balance
         fraction = balance.choices / balance.tokens
         probability = balance.probability_sums / balance.tokens
+        # The hidden states pass through, so that this backward runs before that of any layer.
         return hidden.view_as(hidden), balance.experts.count * (fraction * probability).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, loss_gradient: Tensor) -> tuple[Tensor, None]:
         balance: RouterBalance = ctx.balance
+        # Counts have no gradient. With T counted tokens, E · Σₑ fₑ Pₑ has the gradient E · fₑ / T
+        # for every counted token's probability of expert e, and fₑ is choices / T.
         share = balance.choices / balance.tokens / balance.tokens
         balance.gradient = loss_gradient * balance.experts.count * share / balance.tensor_size
         return gradient, None
 
 
 class RouterBalance:
-    """Count the routers' choices in one forward, and add the loss's gradient to that of their
-    probabilities.
+    """Count the routers' choices in one forward, and give their probabilities the loss's gradient.
 
     Layers do not return the statistics, because a recomputed layer keeps and returns only the
     residual stream. A router that runs again in backward is not counted again.
+
+        forward     layer 1: observe    layer 2: observe    loss: statistics are complete
+        backward    loss: sets `gradient`    layer 2: adds it    layer 1: adds it
 
     Args:
         experts: the spec's settings.
@@ -74,8 +78,10 @@ class RouterBalance:
         self.tokens: Tensor | float = 0.0
 
     def observe(self, logits: Tensor, probabilities: Tensor) -> None:
-        """Count one layer's choices, and let the gradient of its probabilities include the
-        loss's. [n, E] each.
+        """Count one layer's choices, and add the loss's gradient to that of its probabilities.
+
+        Args:
+            logits, probabilities: [n, E].
         """
         if not self._is_counted:
             # transformers' loss computes softmax and top-k again, in the logits' dtype.
@@ -91,6 +97,8 @@ class RouterBalance:
             self.choices.scatter_add_(0, chosen.flatten(), ones.flatten())
             self.probability_sums += rounded.sum(0)
             self.tokens = self.tokens + tokens
+        # A recomputed layer runs first without a graph; its hook is set when backward runs it
+        # again.
         if probabilities.requires_grad:
             probabilities.register_hook(self._add_gradient)
 
@@ -100,8 +108,9 @@ class RouterBalance:
         return gradient + (self.gradient if self._mask is None else self._mask * self.gradient)
 
     def loss(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the layers' output, to be used instead of `hidden`, and the loss, fp32 scalar
-        without coefficient.
+        """Return the layers' output and the loss, fp32 scalar without its coefficient.
+
+        Use this output instead of `hidden`: its backward sets the routers' gradient.
         """
         self._is_counted = True
         outputs: tuple[Tensor, Tensor] = _Loss.apply(hidden, self)

@@ -69,7 +69,10 @@ class Embedding(nn.Module):
         """
         stream = self.word(tokens, sequence=sequence)
         length = stream.shape[0]
+        # The word embedding's ḡ has left this rank its own tokens: with s 8 and t 2, rank 1 has
+        # tokens 4 to 7 and looks up their types and positions only.
         first = self.tensor_rank * length if sequence else 0
+        # In GPT-2 types are token ids. ḡ scatters the look-up's sum, so it takes all types.
         if types is not None and self.token_type is None:  # the types are token ids
             stream = stream + self.word(types, sequence=sequence)
         if self.token_type is not None:
@@ -135,6 +138,7 @@ class PostNormLayer(TransformerLayer):
     3.1).
     """
 
+    # The output of `mlp_norm` feeds the next layer, so no module of this one can recompute it.
     recomputed_norms = (("attention_norm", "mlp"),)
 
     def forward(self, x: Tensor, *, context: ForwardContext) -> Tensor:
@@ -143,12 +147,12 @@ class PostNormLayer(TransformerLayer):
 
 
 class ParallelLayer(TransformerLayer):
-    """Attention and MLP both start from the layer's input (GPT-NeoX-20B, arXiv 2204.06745,
-    section 2.1).
-    """
+    """Attention and MLP both start from the layer's input (arXiv 2204.06745, section 2.1)."""
 
     def forward(self, x: Tensor, *, context: ForwardContext) -> Tensor:
         mlp = self.dropout(self.mlp(self.mlp_norm(x), context=context))
+        # Added in the order of transformers' GPT-NeoX, mlp + attention + x, which decides the
+        # rounding.
         return mlp + self.dropout(self.attention(self.attention_norm(x), context=context)) + x
 
 
@@ -182,6 +186,7 @@ class Transformer(nn.Module):
             for number in range(spec.layers)
         )
         self.final_norm: nn.Module = nn.Identity()
+        # The last post-norm layer ends with a norm already.
         if spec.layer != "post_norm":
             self.final_norm = NORMS[spec.norm](
                 make.child("final_norm"),
@@ -205,6 +210,8 @@ class Transformer(nn.Module):
         masks: dict[int | None, Tensor | VarlenMask | None] = {}
         for number, window in enumerate(self.spec.windows):
             if window not in masks:
+                # Asked for each window: a cache keeps fewer keys for windowed layers than for
+                # others.
                 keys, first = (
                     cache.get_mask_sizes(length, number) if cache is not None else (length, 0)
                 )
@@ -219,6 +226,8 @@ class Transformer(nn.Module):
             if positions is None:
                 positions = torch.arange(past, total_length, device=like.device)[None]
             elif rotary.by_length:
+                # Frequencies follow the positions that are used, not the number of tokens in this
+                # forward.
                 total_length = int(positions.max()) + 1
             if rotary.by_length:
                 total_length = self._scaled_length(total_length)
@@ -252,5 +261,7 @@ class Transformer(nn.Module):
         stream = self.embedding(tokens, positions.t(), types, sequence=sequence)
         context = self.context(length, stream, inputs, sequence=sequence)
         for layer in self.layers:
+            # By keyword: recomputation takes positional arguments for tensors to store and
+            # differentiate.
             stream = layer(stream, context=context)
         return self.final_norm(stream)

@@ -1,5 +1,6 @@
-"""Refuse wrappers of other libraries (DeepSpeed, DDP, FSDP, PEFT) that would silently train a
-split model wrongly.
+"""Refuse wrappers of other libraries that would silently train a split model wrongly.
+
+They are DeepSpeed's engine without our groups, DDP, FSDP and PEFT.
 """
 
 from __future__ import annotations

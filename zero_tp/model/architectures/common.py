@@ -99,10 +99,12 @@ def spec(
     layers = config.num_hidden_layers
     std = config.initializer_range
     padding = config.pad_token_id
+    # Only config classes with layers of both kinds have that field.
     mlps = sparse_mlps(config) if hasattr(config, "decoder_sparse_step") else (mlp,) * layers
     heads, kv_heads, head_size = grouped_heads(config)
     if attention_bias is None:
         attention_bias = getattr(config, "attention_bias", False)
+    # Made only where it is used: a config with learned positions has no rotary fields.
     if overrides.get("position") != "learned":
         overrides = {
             "position": "rotary",
@@ -166,6 +168,7 @@ def sparse_mlps(config: PretrainedConfig) -> tuple[str, ...]:
     step = config.decoder_sparse_step
     dense = config.mlp_only_layers
     layers = range(config.num_hidden_layers)
+    # With step 2 and layer 3 listed as dense: gated, experts, gated, gated.
     mlps = tuple("gated" if n in dense or (n + 1) % step else "experts" for n in layers)
     if "experts" not in mlps:
         name = "decoder_sparse_step" if step > len(layers) else "mlp_only_layers"
@@ -299,6 +302,7 @@ def expert_weights(
     )
     for our_name, names in linears.items():
         experts = [f"{HF_LAYER}{block}.experts.{number}" for number in range(count)]
+        # In the order of our rows: gate and up of expert 0, gate and up of expert 1, and so on.
         matrices = tuple(f"{expert}.{name}.weight" for expert in experts for name in names)
         stacked = f"{HF_LAYER}mlp.experts.{our_name}_proj"
         yield Weight(

@@ -1,5 +1,6 @@
-"""Check Hugging Face configs, of a run's JSON or a directory's config.json, against their
-architecture's table.
+"""Check Hugging Face configs against their architecture's table.
+
+A config comes from a run's JSON (`zero_tp.model`) or from a directory's config.json.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
     vocabulary: int = fields.get("vocab_size", config_class.vocab_size)
     for name in TOKEN_IDS:
         default = getattr(config_class, name)
+        # GPT-2's default is 50,256, which a smaller vocabulary does not have.
         if isinstance(default, int) and default >= vocabulary:
             fields.setdefault(name, None)
     _check_token_ids(fields, vocabulary)
@@ -82,6 +84,7 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
         StrictDataclassError,
     ) as error:  # its own checks
         why = " ".join(str(error).split())
+        # Errors of a class name its fields in their text; of several the last is blamed.
         causes = [
             name for name in fields if re.search(rf"\b({name}|{name.replace('_', ' ')})\b", why)
         ]
@@ -109,8 +112,9 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
 
 
 def _check_sizes(fields: dict[str, Any], aliases: dict[str, str]) -> None:
-    """Refuse sizes for which building the config or its table would exhaust memory before other
-    checks run.
+    """Refuse sizes with which building the config or its table would exhaust the memory.
+
+    They would do so before any later check runs.
     """
     counts = {
         "num_hidden_layers",
@@ -282,8 +286,9 @@ def _declared_fields(raw: dict[str, Any], config_class: Any, rules: Fields) -> d
 
 
 def _unknown_fields(raw: dict[str, Any], config_class: Any, rules: Fields) -> list[str]:
-    """Return the names in a config.json that neither the model_type nor a list of known fields
-    has.
+    """Return the names in a config.json that are no known fields.
+
+    Known are those of the model_type, of every config and of generation.
     """
     # Old files also hold generation settings, which transformers removes.
     generation_fields = GenerationConfig._get_default_generation_params()
@@ -299,8 +304,9 @@ def _unknown_fields(raw: dict[str, Any], config_class: Any, rules: Fields) -> li
 
 
 def describe_ignored_fields(directory: Path) -> list[str]:
-    """Return a line that names the fields of a config.json that transformers' class ignores, as
-    we do; or none.
+    """Return a line about the fields of a config.json that transformers ignores, or no line.
+
+    They are ignored here, too.
     """
     raw = read_config_json(directory)
     model_type = _model_type(raw)

@@ -188,6 +188,7 @@ class Fields:
             default = getattr(type(config), name, _NO_DEFAULT)
             if name.startswith("_") or name in known or value == default:
                 continue
+            # An attribute whose name is nowhere in transformers' code changes nothing.
             if default is _NO_DEFAULT and not may_read(config.model_type, name):
                 continue
             if default is _NO_DEFAULT:
@@ -211,6 +212,8 @@ _GENERIC_SOURCES = (
 def _identifiers(model_type: str) -> frozenset[str]:
     """Return all identifiers in the code that transformers runs for a model_type."""
     root = Path(transformers.__file__).parent
+    # transformers.models.PACKAGE.configuration_…: its name may differ from the model_type
+    # (megatron_bert).
     package = CONFIG_MAPPING[model_type].__module__.split(".")[2]
     sources = [root / f"{name}.py" for name in _GENERIC_SOURCES]
     sources += (root / "models" / package).glob("modeling_*.py")
@@ -223,8 +226,7 @@ def _identifiers(model_type: str) -> frozenset[str]:
 
 
 def may_read(model_type: str, name: str) -> bool:
-    """Return whether transformers' model could read a config field that its config class does not
-    declare.
+    """Return whether transformers' model could read a field that its config class lacks.
 
     False is certain: the name is nowhere in the model's code. True also covers other uses of the
     name.

@@ -53,6 +53,8 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
         mlp_bias=True,
         padding_token=None,
         word_token_types=True,
+        # Each layer adds two branches to the residual stream (arXiv 1909.08053), as in
+        # transformers' class.
         residual_std=config.initializer_range / (2 * config.n_layer) ** 0.5,
         dropouts=common.dropouts(
             config, embedding="embd_pdrop", residual="resid_pdrop", attention="attn_pdrop"
@@ -66,6 +68,7 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
         Weight("transformer.embedding.word.weight", "transformer.wte.weight"),
         Weight("transformer.embedding.position.weight", "transformer.wpe.weight"),
     ]
+    # transformers' GPT-2 has Conv1D layers, whose weights are [in, out].
     for our_name, hf_name, transposed in (
         ("attention_norm", "ln_1", False),
         ("attention.qkv", "attn.c_attn", True),

@@ -1,5 +1,7 @@
-"""megatron-bert is Hugging Face's MegatronBertForPreTraining, BERT with pre-norm layers and a
-final norm (arXiv 1909.08053, section 5.3)."""
+"""megatron-bert is Hugging Face's MegatronBertForPreTraining.
+
+It is BERT with pre-norm layers and a final norm (arXiv 1909.08053, section 5.3).
+"""
 
 from __future__ import annotations
 

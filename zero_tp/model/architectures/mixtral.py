@@ -16,6 +16,7 @@ FIELDS = common.fields(
     ),
     read=("pad_token_id", "output_router_logits", "router_aux_loss_coef"),
 )
+# The published names: w1 is the gate, w3 up, w2 down.
 WEIGHTS = partial(
     common.weights, block="block_sparse_moe", linears={"gate_up": ("w1", "w3"), "down": ("w2",)}
 )

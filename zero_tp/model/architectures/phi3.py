@@ -1,5 +1,6 @@
-"""phi3 is Hugging Face's Phi3ForCausalLM (Phi-3, Phi-4), whose Q, K and V are one weight, as
-gate and up are.
+"""phi3 is Hugging Face's Phi3ForCausalLM (Phi-3, Phi-4).
+
+Its Q, K and V are one weight, and so are gate and up.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
     """Return every parameter of a model of this spec."""
     attention = list(common.layer_weights("attention.qkv", "self_attn.qkv_proj", bias=False))
     if spec.kv_heads != spec.heads:
+        # Three parameters here, rows of one tensor there. With 4 heads and 2 KV heads of d
+        # features:
+        #     qkv_proj [8d, h]    query: rows (0, 4d, 8d)   key: (4d, 6d, 8d)   value: (6d, 8d, 8d)
         parts = {"query": spec.heads, "key": spec.kv_heads, "value": spec.kv_heads}
         ends = list(accumulate(heads * spec.head_size for heads in parts.values()))
         attention = [

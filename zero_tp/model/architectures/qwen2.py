@@ -1,5 +1,6 @@
-"""qwen2 is Hugging Face's Qwen2ForCausalLM, with biases on Q, K and V, and optional sliding
-windows in some layers.
+"""qwen2 is Hugging Face's Qwen2ForCausalLM.
+
+Q, K and V have biases, and some layers may have sliding windows.
 """
 
 from __future__ import annotations

@@ -58,8 +58,7 @@ _LEGACY_ROPE_NAMES = {
 
 
 def rotary(config: PretrainedConfig, head_size: int, *, partial_rotary: bool = False) -> Rotary:
-    """Return the rotary positions of the config's `rope_parameters`, computed by transformers' own
-    functions.
+    """Return the rotary positions of a config, with the frequencies of transformers' functions.
 
     Args:
         partial_rotary: the architecture supports `partial_rotary_factor`.
@@ -77,6 +76,7 @@ def rotary(config: PretrainedConfig, head_size: int, *, partial_rotary: bool = F
         """Compute on the host, whose rounding is the same everywhere; a device keeps its copy."""
         if kind == "default":
             base = parameters["rope_theta"]
+            # The operations of transformers' default, in its order, so that the bits are equal.
             return (
                 1.0 / (base ** (torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim))
             ).to(device), 1.0
@@ -179,8 +179,9 @@ def check_rope_values(parameters: Mapping[str, Any]) -> None:
 
 
 def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> None:
-    """Check that the config class kept every rotary parameter of a file, under its old or new
-    name.
+    """Check that the config class kept every rotary parameter of a file.
+
+    Files have them under old names (`rope_theta`, `rotary_pct`) or in `rope_parameters`.
     """
     for name, value in written.items():
         is_old = name in _LEGACY_ROPE_NAMES

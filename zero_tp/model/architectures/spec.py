@@ -47,7 +47,9 @@ class ExpertsSpec:
     """The mixture of experts in a layer's MLP.
 
     Attributes:
-        count: experts per layer. per_token: experts per token. size: width of each.
+        count: experts per layer.
+        per_token: experts per token.
+        size: width of each.
         normalised: the weights of a token's experts sum to 1.
         loss_weight: coefficient of the load-balancing loss; None disables it.
         shared: width of the expert that computes every token; 0 means none.
@@ -63,16 +65,17 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class TransformerSpec:
-    """The choices that define one transformer. Tables in models/ (NORMS, LAYERS, MLPS) map the
-    names to classes.
+    """The choices that define one transformer.
+
+    Tables in model/ (NORMS, LAYERS, MLPS) map the names to classes.
 
     Attributes:
         hidden, layers, heads, kv_heads, head_size, mlp_size, vocabulary: sizes (h, L, a, k, d, 4h,
-        v); each of k pairs
-            of keys and values serves a/k heads (arXiv 2305.13245).
+            v); each of k pairs of keys and values serves a/k heads (arXiv 2305.13245).
         positions: longest sequence that the model was designed for; learned positions end there.
-        norm, layer: names in the tables NORMS, LAYERS. mlps: a name in MLPS for each layer.
+        norm, layer: names in the tables NORMS, LAYERS.
         position: "learned" or "rotary".
+        mlps: a name in MLPS for each layer.
         experts: settings of the layers whose MLP is "experts"; `mlp_size` is the width of dense
             MLPs.
         rotary: settings of the position "rotary".
@@ -93,8 +96,8 @@ class TransformerSpec:
         tied: whether the output layer is the word embedding.
         padding_token: its row of the word embedding starts as zeros and gets no gradient from the
             look-up.
-        init_std: standard deviation of initial weights. residual_std: that of the weights that end
-            a residual branch.
+        init_std: standard deviation of initial weights.
+        residual_std: that of the weights that end a residual branch.
     """
 
     hidden: int

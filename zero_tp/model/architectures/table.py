@@ -64,7 +64,13 @@ class Weight:
         return whole.flatten(0, 1) if self.experts else whole
 
     def matrices(self) -> list[Weight]:
-        """Return a weight for each expert's matrix; without experts, this one."""
+        """Return a weight for each expert's matrix; without experts, this one.
+
+        Of Mixtral's gate and up with 2 experts:
+
+            names       0.w1 0.w3 1.w1 1.w3
+            matrices    (0.w1 0.w3), (1.w1 1.w3)
+        """
         if not self.experts:
             return [self]
         parts = len(self.names) // self.experts
@@ -114,6 +120,7 @@ class Weight:
             else sum(tensor.shape[0] for tensor in oriented.values())
         )
         maps = self.spans(rows).items()
+        # Names and spans are in the order of our rows, so joined pieces are our parameter.
         parts = [oriented[name][span.local] for name, spans in maps for span in spans]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.unflatten(0, (self.experts, -1)) if self.experts else whole
@@ -132,19 +139,23 @@ def to_hf(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[str,
         whole = weight.as_rows(read(weight.our_name))
         for name, spans in weight.spans(whole.shape[0]).items():
             parts = [(span.local_start, whole[span.whole]) for span in spans]
+            # Several weights may have rows of one tensor, in any order; they are sorted by where
+            # they start.
             pieces.setdefault(name, []).extend(parts)
             transposed[name] = weight.transposed
     tensors = {}
     for name, rows_by_start in pieces.items():
         ordered = [rows for _, rows in sorted(rows_by_start, key=lambda pair: pair[0])]
+        # One piece stays a view, so most tensors are not copied.
         joined = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
         tensors[name] = joined.t() if transposed[name] else joined
     return tensors
 
 
 def file_tensors(weights: Iterable[Weight], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a transformers class as files name them. Stacked experts become one
-    view each.
+    """Return the tensors of a transformers class as files name them.
+
+    Stacked experts become one view each. A file's own names stay.
     """
     stored = dict(tensors)
     for weight in weights:
@@ -209,6 +220,7 @@ class Architecture:
 
     def weights_of(self, spec: TransformerSpec) -> Iterator[Weight]:
         """Yield every parameter of a model of this spec, with its layer's number filled in."""
+        # A tied head is the word embedding, and exports hold that only.
         aliases = self.tied if spec.tied else {}
         for weight in self.weights(spec):
             if weight.names[0] in aliases:

@@ -1,5 +1,6 @@
-"""PreTrainedModels with Hugging Face's own configs, for transformers' Trainer, accelerate and
-`generate`.
+"""PreTrainedModels with Hugging Face's own configs.
+
+transformers' Trainer, `generate` and accelerate take them.
 """
 
 from zero_tp.model.huggingface.for_causal_lm import ZeroTPForCausalLM

@@ -49,6 +49,7 @@ def refuse_arguments(
 ) -> None:
     """Refuse arguments that a method does not have. The values None and False change nothing."""
     for name, value in unknown.items():
+        # Callers pass the defaults of transformers' methods on, which ask for nothing.
         if value is not None and value is not False:
             reason = reasons.get(name, f"its arguments are {', '.join(known)}")
             raise UserError(f"{method}: {name} is not supported: {reason}")

@@ -1,5 +1,6 @@
-"""Hidden states of an unsplit decoder, for libraries (trl) whose losses apply the output layer
-themselves.
+"""Hidden states of an unsplit decoder.
+
+Losses of other libraries (trl) multiply them by the output layer themselves.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
         """
         options = forward_options(self, CausalLM.forward, kwargs)
         if self._is_evaluation(options):
+            # Trainer computes its metrics from them.
             options["return_logits"] = True
         options |= self._undefined_means(options)
         return super().forward(*args, **options)
@@ -93,6 +94,8 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
             )
         group = self.topology.tensor_group
         prompt = inputs if inputs is not None else options.get("input_ids")
+        # An empty tensor, so that this rank takes part in the comparison and the others can name
+        # the fault.
         if prompt is None:
             prompt = torch.empty(0, dtype=torch.long, device=self.device)
         if not agree_on_tokens(group, prompt):

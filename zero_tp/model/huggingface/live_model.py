@@ -61,6 +61,14 @@ def read_live_model(native: Any, class_name: str) -> tuple[PretrainedConfig, Tra
     The config is a copy, whose class and ties are those of the model. Dropout, padding row and
     rounding of rotary frequencies are in the spec only.
 
+    Which of a config's fields a module's dropout comes from is seen in a second model, built from a
+    config whose dropouts are markers. GPT-2, of which someone has set all attention dropouts to 0:
+
+        field          marker    module of the second model    p there    p in the live model
+        resid_pdrop    0.0123    h.0.mlp.dropout               0.0123     0.1
+        embd_pdrop     0.0133    drop                          0.0133     0.1
+        attn_pdrop     0.0143    h.0.attn.attn_dropout         0.0143     0.0, which is adopted
+
     Args:
         class_name: the supported class that it is an instance of.
 
@@ -72,14 +80,17 @@ def read_live_model(native: Any, class_name: str) -> tuple[PretrainedConfig, Tra
     config = copy.deepcopy(native.config)
     config.architectures = [class_name]  # it decides about the sentence head
     config.tie_word_embeddings = _is_tied(native, architecture)
+    # Refuses what cannot be computed, before a second model is built.
     architecture.spec(config)
     marked = copy.deepcopy(config)
     markers = {
+        # Probabilities that nobody sets, a different one for each field.
         0.0123456789 + index / 1024: field
         for index, field in enumerate(architecture.fields.dropouts)
     }
     for marker, field in markers.items():
         setattr(marked, field, marker)
+    # Without weights but with buffers, whose values are compared.
     reference = native_model(marked, with_buffers=True)
     _check_class(native, type(reference))
     _check_loss(native, reference)
@@ -88,6 +99,7 @@ def read_live_model(native: Any, class_name: str) -> tuple[PretrainedConfig, Tra
     rounded_to = _check_buffers(native, reference)
     for field, p in dropouts.items():
         setattr(marked, field, p)
+    # The module's, because a forward reads no `pad_token_id`.
     padding: int | None = native.get_submodule(_word_embedding(config)).padding_idx
     spec = replace(architecture.spec(marked), padding_token=padding)
     if rounded_to is not None and spec.rotary is not None:
@@ -108,6 +120,8 @@ def _is_tied(native: Any, architecture: Architecture) -> bool:
         alias: parameters.get(alias) is parameters.get(source)
         for alias, source in architecture.tied.items()
     }
+    # BERT ties two tensors, the decoder's weight and bias: both or none, and our encoders only
+    # both.
     if any(tied.values()) != all(tied.values()) or not (any(tied.values()) or architecture.causal):
         alias = next(alias for alias, is_tied in tied.items() if not is_tied)
         problem = (
@@ -177,6 +191,7 @@ def _check_modules(
             raise _refusal(name, f"is missing; its config gives a {type(other).__name__}")
         module = live[name]
         place = name or type(native).__name__
+        # The model itself may be a subclass, which `_check_class` has looked at.
         if module is not native and type(module) is not type(other):
             raise _refusal(
                 place, f"is a {type(module).__name__}; its config gives a {type(other).__name__}"
@@ -190,6 +205,8 @@ def _check_modules(
         ignored = {*IGNORED, *(IGNORED_IN_BASE_MODEL if module is native.base_model else ())}
         ignored |= {"padding_idx"} if name == word_embedding else set()
         for attribute, value, default in _attributes(module, other):
+            # The second model shows which field this attribute is read from; the live one has the
+            # probability.
             if isinstance(default, float) and default in markers:
                 p, first = dropouts.setdefault(markers[default], (value, f"{place}: {attribute}"))
                 if value != p:
@@ -207,9 +224,7 @@ def _check_modules(
 
 
 def _attributes(module: nn.Module, other: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name of each compared attribute, its value and its value in a module of the
-    config.
-    """
+    """Yield the name of each compared attribute, its value, and its value in the other module."""
     for name, default in vars(other).items():
         if (
             name not in _MODULE_ATTRIBUTES
@@ -227,6 +242,7 @@ def _shown(value: Any) -> str:
 
 def _check_methods(place: str, module: nn.Module) -> None:
     """Refuse methods that replace those of transformers' class, on the module or in its class."""
+    # Only the module's own attributes: what its class has is transformers'.
     for name in () if _has_device_hook(module) else vars(module):
         if callable(getattr(type(module), name, None)):
             raise _refusal(
@@ -235,6 +251,8 @@ def _check_methods(place: str, module: nn.Module) -> None:
                 "give a model with its class's own",
             )
     forward: Any = type(module).forward
+    # Kernels of other libraries replace the forward of transformers' class itself, for all its
+    # models.
     if forward.__globals__["__name__"].partition(".")[0] not in LIBRARIES:
         problem = (
             f"the forward of {type(module).__name__} is {forward.__globals__['__name__']}'s, and "
@@ -244,8 +262,9 @@ def _check_methods(place: str, module: nn.Module) -> None:
 
 
 def _has_device_hook(module: nn.Module) -> bool:
-    """Return whether accelerate wraps the class's forward only to move inputs to the module's
-    device (`device_map`).
+    """Return whether accelerate has replaced the forward only to move inputs to its device.
+
+    `device_map` does so. The class's own forward still runs.
     """
     hooks = sys.modules.get("accelerate.hooks")
     hook: Any = vars(module).get("_hf_hook")
@@ -297,6 +316,7 @@ def _check_parameters(native: Any, reference: Any, architecture: Architecture) -
                 name, f"a {type(reference).__name__} of its config has none, and it would be lost"
             )
         shape, other = (
+            # A parameter that ZeRO-3 has partitioned is empty; DeepSpeed keeps its shape apart.
             tuple(getattr(weight, "ds_shape", weight.shape))
             for weight in (parameter, expected[name])
         )
@@ -312,6 +332,8 @@ def _check_parameters(native: Any, reference: Any, architecture: Architecture) -
                 f"is {parameter.dtype}, others {first.dtype}",
                 "give one dtype, such as by model.to",
             )
+        # Two names of one parameter are a tie. Ours would be two parameters, unless the
+        # architecture ties them too.
         sharing = names.setdefault(id(parameter), name)
         if (
             sharing != name
@@ -323,6 +345,7 @@ def _check_parameters(native: Any, reference: Any, architecture: Architecture) -
                 f"is the same parameter as {sharing}, and would be another",
                 "give each its own",
             )
+        # Two parameters of one memory change together, which our copies of them would not.
         if parameter.numel() and addresses.setdefault(parameter.data_ptr(), sharing) != sharing:
             problem = (
                 f"shares its memory with {addresses[parameter.data_ptr()]}, which is another "
@@ -346,6 +369,8 @@ def _check_buffers(native: Any, reference: Any) -> torch.dtype | None:
         if buffer is None or other is None:
             state = "is missing" if buffer is None else "is a buffer that its config does not give"
             raise _refusal(name, state)
+        # `.bfloat16()` rounds buffers as well, loading in bf16 does not. A rounding is adopted, any
+        # other difference refused.
         if not _is_equal(buffer, other.to(buffer.dtype)):
             raise _refusal(name, "its values differ from those that its config gives")
         if not _is_equal(buffer, other):
@@ -359,16 +384,16 @@ def _check_buffers(native: Any, reference: Any) -> torch.dtype | None:
 
 
 def _is_equal(buffer: Tensor, other: Tensor) -> bool:
+    # fp64 holds the values of both dtypes.
     return buffer.shape == other.shape and bool((buffer.cpu().double() == other.double()).all())
 
 
 def _rounded(rotary: Rotary, dtype: torch.dtype) -> Rotary:
-    """Return the rotary positions with frequencies rounded to a dtype, as a cast of
-    transformers' model does.
-    """
+    """Return the rotary positions with rounded frequencies, as transformers' model after a cast."""
 
     def frequencies(length: int, device: torch.device) -> tuple[Tensor, float]:
         exact, scale = rotary.frequencies(length, device)
+        # Rounded, but computed with in fp32, as transformers does with a rounded buffer.
         return exact.to(dtype).to(exact.dtype), scale
 
     return replace(rotary, frequencies=frequencies)

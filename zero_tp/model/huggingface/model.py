@@ -1,6 +1,4 @@
-"""The methods of a PreTrainedModel other than weights and forward, which Trainer and accelerate
-call.
-"""
+"""The methods of a PreTrainedModel that Trainer and accelerate call, but weights and forward."""
 
 from __future__ import annotations
 
@@ -46,9 +44,11 @@ class HuggingFaceModel(PretrainedWeights):
     _checkpointing: tuple[RecomputePolicy, ActivationCheckpointing] | None = None
 
     def __init__(self, config: PretrainedConfig, topology: Topology | None = None, **options: Any):
+        # Past ParallelModel's, whose `super().__init__()` would call this one without a config.
         PreTrainedModel.__init__(self, config)
         self._build(topology, **options)
         self.loss_type: Any = _loss_type(native_class_of(config))
+        # Last, because it collects the tied weights and more from finished submodules.
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -68,12 +68,14 @@ class HuggingFaceModel(PretrainedWeights):
         return not self.spec.sentence_head
 
     def _is_evaluation(self, options: Mapping[str, Any]) -> bool:
-        """Return whether a forward with these options is an evaluation, in which transformers'
-        models return logits.
+        """Return whether a forward with these options is an evaluation.
+
+        transformers' models return logits in one.
         """
         asks_for_losses = (
             options.get("return_logits") is not None or options.get("reduction", "mean") != "mean"
         )
+        # In a training step nobody reads the logits: [b, s, v], whole on every TP rank.
         return not (asks_for_losses or self.training or torch.is_grad_enabled())
 
     def _undefined_means(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,8 +134,7 @@ class HuggingFaceModel(PretrainedWeights):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """Recompute in backward by a policy of `zero_tp.recompute`, `full` by default
-        (docs/training.md).
+        """Recompute activations in backward, all of them by default (docs/training.md).
 
         `gradient_checkpointing_enable`, transformers' old name, calls it.
 

@@ -70,7 +70,11 @@ def parallel_model(
     }
     for our_name, parameter in model.named_parameters():
         weight = source.weights[our_name]
+        # transformers' class stacks experts as we do; `names` are those of files, one for each
+        # expert.
         native_names = {weight.native_name} if weight.native_name else set(weight.names)
+        # Llama's gate_proj and up_proj are one parameter here, and `requires_grad` is one for all
+        # its rows.
         if frozen & native_names and not native_names <= frozen:
             problem = (
                 f"model: {', '.join(sorted(native_names))} are one weight here, of which a part is "

@@ -62,7 +62,8 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
                 restricted unpickler.
             dtype: of the weights, such as "bfloat16"; by default the config's, else fp32; "auto":
                 the config's, else that of the files. `torch_dtype` is another name of it.
-            attn_implementation: "sdpa" or "eager". seed, device: those of the constructor.
+            attn_implementation: "sdpa" or "eager".
+            seed, device: those of the constructor.
             revision: of a name on the hub.
             options: `token`, `cache_dir`, `local_files_only` and `force_download` for
                 huggingface_hub.
@@ -98,13 +99,13 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load weights by our names, or by those of the native class, which `save_pretrained`
-        writes.
+        """Load weights by our names, or by the native class's, which `save_pretrained` writes.
 
         Trainer loads the files of its own checkpoints one by one. Native names need a model that is
         not split.
         """
         own = dict(self.named_parameters(remove_duplicate=False))
+        # Our names are loaded as by torch, and ParallelModel refuses `assign`.
         if assign or not state_dict or state_dict.keys() & own.keys():
             return super().load_state_dict(state_dict, strict, assign)
         if self.topology.tensor > 1:
@@ -142,7 +143,8 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
             is_main_process: whether this rank writes.
             state_dict: whole weights by our names, instead of the model's; an empty one, from
                 Trainer, writes only the config.
-            max_shard_size: such as "5GB". dtype: of the written weights; by default the model's.
+            max_shard_size: such as "5GB".
+            dtype: of the written weights; by default the model's.
         """
         refused = {"variant": variant, "safe_serialization": not safe_serialization, **options}
         refused |= {
@@ -171,6 +173,7 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
                 "out, and "
                 "call it on every rank"
             )
+        # A shard's owner must take part, so one rank cannot write alone.
         sharded = self.topology.tensor > 1 or any(
             hasattr(parameter, "ds_tensor") for parameter in parameters.values()
         )
@@ -185,8 +188,9 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
             save_state_dict(directory, config, state_dict or parameters, **shared)
 
     def _config_with_ties(self, state_dict: Mapping[str, Tensor] | None = None) -> PretrainedConfig:
-        """Return the config, or a copy of one that someone has changed, with the ties of the model
-        or of its weights.
+        """Return a config that says whether the weights are tied.
+
+        It is the model's own config, or a copy if someone has changed that.
 
         Args:
             state_dict: whole weights by our names, which count instead of the model's; FSDP

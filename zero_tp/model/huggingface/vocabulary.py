@@ -42,11 +42,14 @@ class ResizedSource:
         if whole_shape(old) == tuple(whole):
             local.copy_(old.detach())
             return
+        # Whole, because another vocabulary moves rows between ranks: of 10 tokens on TP 2 rank 0
+        # has 0 to 4, of 12 it has 0 to 5.
         rows = whole_parameter(old, topology.tensor_group)
         resized = rows.new_empty(tuple(whole))
         if self.by_mean:
             resized[:] = rows.double().mean(0)
         else:
+            # Drawn whole and then sharded, which gives the same bits for every TP size.
             self._seeded_init.fill(resized, name, whole, layout, init, Topology(world=1))
         common = min(len(rows), whole[0])
         resized[:common] = rows[:common]
@@ -79,6 +82,7 @@ def resize_vocabulary(model: ParallelModel, tokens: int, *, by_mean: bool) -> No
     model.config.vocab_size = model.spec.vocabulary  # some set the new size before they call
     model.check_config()
     sample = next(iter(old.values()))
+    # `_build` restarts the streams; dropout has to go on where it was.
     streams = model.streams.state_dict()
     model.config.vocab_size = tokens
     # The padding row stays that of the built model, as in transformers, whatever `pad_token_id` is
@@ -98,4 +102,5 @@ def resize_vocabulary(model: ParallelModel, tokens: int, *, by_mean: bool) -> No
     model.streams.load_state_dict(streams)
     model.train(training)
     for name, parameter in model.named_parameters():
+        # New parameters are all trainable.
         parameter.requires_grad_(name in trainable)

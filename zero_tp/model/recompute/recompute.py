@@ -32,8 +32,13 @@ def plain_forward(module: nn.Module) -> Forward:
 
 
 class _Recompute(torch.autograd.Function):
-    """Run a function without a graph, and again with one in backward, followed by a nested
-    backward.
+    """Run a function without a graph; in backward run it again with one, and its backward.
+
+    Two layers keep their inputs x0 and x1, and at any time the activations of one layer at most:
+
+        forward     put x0, layer 1 without a graph → x1;  put x1, layer 2 without a graph → x2
+        backward    take x1, layer 2 with a graph, its backward → gradient of x1
+                    take x0, layer 1 with a graph, its backward → gradient of x0
 
     Thanks to the nested backward ZeRO-3 gathers and releases each parameter around its module in
     both passes. torch's non-reentrant checkpoint would keep aliases of all gathered weights until
@@ -52,12 +57,17 @@ class _Recompute(torch.autograd.Function):
         ctx.function = function
         ctx.streams = streams
         ctx.store = store
+        # Before the function draws its dropout masks, so that backward draws the same.
         ctx.states = streams.snapshot()
+        # Not `save_for_backward`: the store decides where the inputs stay. Put before the function
+        # runs, they can leave for the host meanwhile.
         ctx.handles = [store.put(tensor.detach()) for tensor in inputs]
         return function(*inputs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # With `inputs=` only some gradients are wanted, but the nested backward would add to those
+        # of all weights. torch's reentrant checkpoint refuses it by the same call.
         if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError(
                 "recomputed activations need loss.backward(), without inputs= and not "
@@ -67,16 +77,20 @@ class _Recompute(torch.autograd.Function):
             raise RuntimeError(
                 "backward a second time through recomputed activations: they are freed by the first"
             )
+        # After function, streams, store and the anchor.
         needed = ctx.needs_input_grad[4:]
         handles, ctx.handles = (
             ctx.handles,
             None,
         )  # freed with this call, although the graph may live longer
         inputs = [ctx.store.take(handle) for handle in handles]
+        # New leaves: the nested backward ends at them, and leaves their gradients in `grad`.
         inputs = [
             tensor.detach().requires_grad_(needs)
             for tensor, needs in zip(inputs, needed, strict=True)
         ]
+        # The outer streams are restored afterwards, so later draws do not depend on what is
+        # recomputed.
         with torch.enable_grad(), ctx.streams.replaying(ctx.states):
             output = ctx.function(*inputs)
         if output.requires_grad:  # not so if everything up to here is frozen
@@ -95,16 +109,23 @@ def recompute(
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
     # Parameters inside need gradients even if no input does (a frozen embedding).
+    # autograd calls a function's backward only if an input of it needs a gradient.
     anchor = torch.empty(0, device=inputs[0].device, requires_grad=True)
     output: Tensor = _Recompute.apply(partial(forward, **options), streams, store, anchor, *inputs)
     return output
 
 
 class RecomputedOutput:
-    """Drop the output of `producer`, and recompute it in the backward of `consumer`, the next
-    module.
+    """Drop the output of a module, the producer, and recompute it for the next, the consumer.
 
     The producer must draw no random numbers. Its own backward keeps its input anyway.
+
+    An MLP of x W₁ᵀ = u (up), y = GELU(u) (producer), y W₂ᵀ (down, the consumer):
+
+        kept by     plain      so
+        GELU        u          u
+        down        y, W₂      shape, strides and offset of y;  W₂
+        backward               y = GELU(u) again, for the gradient of W₂
     """
 
     def __init__(self, producer: nn.Module, consumer: nn.Module):
@@ -129,6 +150,7 @@ class RecomputedOutput:
         if last is None:
             return self._consume(*inputs, **options)
         source, produced = last
+        # By storage, because consumers save views of the output, such as its rows as one matrix.
         dropped = produced.untyped_storage()._cdata  # unique while `produced` lives
         saved = source.detach()
         needs_gradient = source.requires_grad
@@ -145,6 +167,7 @@ class RecomputedOutput:
             # gradients have them.
             with torch.enable_grad():
                 output: Tensor = self.producer(saved.detach().requires_grad_(needs_gradient))
+            # The producer's forward is `produce`, which has remembered its output again.
             self._last = None
             return output.detach().as_strided(*packed)
 

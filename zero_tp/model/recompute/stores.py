@@ -60,6 +60,8 @@ class PartitionedStore:
         """Store this rank's piece of ⌈numel/t⌉ elements, padded if t does not divide. No
         communication.
         """
+        # 5 elements on TP 2: rank 0 keeps [0 1 2], rank 1 [3 4 ·]. `take` gathers [0 1 2 3 4 ·] and
+        # cuts the padding off.
         length = -(-tensor.numel() // group_size(self.group))
         piece = tensor.flatten()[group_rank(self.group) * length :][:length]
         # A view would keep the whole tensor alive.
@@ -71,6 +73,7 @@ class PartitionedStore:
     def take(self, handle: tuple[Any, Size]) -> Tensor:
         """Gather the pieces over the TP group. [⌈numel/t⌉] → the tensor's shape."""
         piece, shape = handle
+        # Every TP rank recomputes the same layers in the same order, so the gathers meet.
         whole = all_gather(self.store.take(piece), self.group)
         return whole[: shape.numel()].view(shape)
 
@@ -123,6 +126,8 @@ class ContiguousBuffer:
                 "out"
             )
         slot = _Slot(self._free.pop(), tensor.shape)
+        # A slot is free once its handle is dropped: at the end of the layer's backward, or with a
+        # graph that had none.
         weakref.finalize(slot, self._free.append, slot.index)
         return slot, self.take(slot)
 
@@ -147,6 +152,7 @@ class ContiguousBuffer:
         shape = (self.slots, tensor.numel())
         device = self.device or tensor.device
         self.buffer = torch.empty(shape, dtype=tensor.dtype, device=device, pin_memory=self.pinned)
+        # In place, because finalizers of slots append to this list.
         self._free[:] = range(self.slots)[::-1]
 
 
@@ -157,6 +163,7 @@ class _HostTensor:
         self.host = host
         self.slot = slot
         self.device = device
+        # Weak, because a chain of strong references would keep the tensors of all earlier layers.
         self.previous = weakref.ref(previous) if previous is not None else lambda: None
         self.device_copy: Tensor | None = None
         self.copy_back_done: Any = None  # an event
@@ -179,6 +186,11 @@ class HostStore:
     The compute stream waits for a tensor's copy out before the tensor is freed, so at most
     `MAX_COPIES_OUT` copies are under way. With `record_stream`, torch's allocator would take new
     memory for each checkpoint whose copy has not ended, because the host runs ahead of the device.
+
+        compute    layer 1 | layer 2 | wait for x0's copy, free x0; layer 3 | …
+        out          x0 →  |   x1 →  |   x2 →                                     forward
+        compute    take x2: wait for it; layer 3 again | take x1: layer 2 again | …
+        back         ← x2, ← x1                        |   ← x0                   backward
 
     Args:
         buffer: preallocated host memory; by default each tensor gets page-locked memory from
@@ -203,6 +215,7 @@ class HostStore:
         else:
             slot = None
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        # The compute stream may not have written the tensor yet.
         out.wait_stream(runtime.current_stream(device))
         with runtime.stream(out):
             host.copy_(tensor, non_blocking=True)
@@ -215,6 +228,7 @@ class HostStore:
     def take(self, handle: _HostTensor) -> Tensor:
         self._free_all_but_last(0, handle.device)  # all copies out are done before one comes back
         self._fetch(handle)
+        # Backward takes the tensors in reverse order, so the one before comes next.
         previous = handle.previous()
         if previous is not None:
             self._fetch(previous)  # backward needs it next

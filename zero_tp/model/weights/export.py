@@ -1,5 +1,6 @@
-"""Write safetensors directories that transformers' native classes open, one parameter in memory
-at a time.
+"""Write safetensors directories that transformers' native classes open.
+
+One parameter is whole in memory at a time.
 """
 
 from __future__ import annotations
@@ -68,6 +69,11 @@ def native_entries(
     One parameter can be several tensors (gate and up), or several parameters one tensor (fused Q, K
     and V). The other tensors of a parameter are cached until they are read, so it is read once.
 
+        entry read             our parameters read     cached then
+        gate_proj (Llama)      mlp.gate_up             up_proj
+        up_proj                –                       –
+        qkv_proj (Phi-3)       query, key, value       –
+
     Args:
         shapes: our parameter's name → its whole shape.
         read: our parameter's name → the whole of it.
@@ -84,6 +90,8 @@ def native_entries(
 
     def read_native(name: str) -> Tensor:
         if name not in cached:
+            # At most one parameter's tensors are in memory. Those that are asked for later are read
+            # again.
             cached.clear()
             cached.update(to_hf(sources[name], read))
         return cached.pop(name).to(dtype)
@@ -122,7 +130,11 @@ def live_entries(
 
 
 def plan_shards(entries: Iterable[Entry], max_shard_size: str) -> dict[str, list[Entry]]:
-    """Return file name → its tensors, packed as transformers does."""
+    """Return file name → its tensors, packed as transformers does: in order, not by best fit.
+
+    Raises:
+        UserError: `max_shard_size` is not a size.
+    """
     if not re.fullmatch(r"0*[1-9]\d*([KMGT]B)?", max_shard_size, re.IGNORECASE):
         raise UserError(
             f"max_shard_size: {max_shard_size!r} is not a positive size such as 5GB or 500MB"
@@ -196,8 +208,10 @@ def write_native(
     if not merge:
         check_target(target, overwrite)
     config = copy.deepcopy(config)
+    # transformers opens a model in the dtype of its config.
     config.dtype = entries[0].dtype
     config.architectures = [native_class_of(config)]
+    # Its class checks names and shapes, and writes the config as transformers writes it.
     native = native_model(config)
     _check_entries(entries, native, config)
     names = architecture_of(config).file_names
@@ -293,6 +307,8 @@ def _move_into(written: Path, target: Path) -> None:
     """Move files into a directory, the config last, and remove the weights of an older model."""
     sync(written)
     names = sorted((file.name for file in written.iterdir()), key=lambda name: name == CONFIG)
+    # New weights come before the config, by which others open a model, and old ones go last: there
+    # is no moment without any.
     for name in names:
         os.replace(written / name, target / name)
     for file in list(target.iterdir()):
@@ -323,6 +339,7 @@ def _write_weights(
 
 def _read_finite(entry: Entry) -> Tensor:
     tensor = entry.read()
+    # bf16 and fp32 have the same exponents, so only fp16 can overflow.
     if entry.dtype == torch.float16 and not is_finite(tensor):
         raise UserError(
             f"tensor {entry.name} has values beyond fp16's range; export it in bf16 or fp32"
@@ -352,6 +369,11 @@ def save_pretrained(
     stored_dtype = dtype or next(iter(parameters.values())).dtype
     entries = live_entries(parameters, config, topology.tensor_group, stored_dtype)
     # Every rank takes part in every gather, in the order in which rank 0 writes.
+    # A generator, so that each gather happens when rank 0 writes its tensor, and one whole
+    # parameter is in memory at a time. The plan depends on sizes and their order only, so
+    # `write_native`, which renames tensors, asks in this order, too:
+    #     rank 0        write: next(reads) → file, next(reads) → file, …
+    #     other ranks   deque(reads): take part in the same gathers and drop the results
     reads = (
         entry.read()
         for planned in plan_shards(entries, max_shard_size).values()
@@ -379,6 +401,7 @@ def save_pretrained(
         finally:
             deque(reads, maxlen=0)  # after a failure the other ranks still wait in their gathers
 
+    # Before `on_rank_zero`, which waits for rank 0, which waits for these gathers.
     if topology.rank != 0:
         deque(reads, maxlen=0)
     if dist.is_initialized():
@@ -396,9 +419,7 @@ def save_state_dict(
     dtype: torch.dtype | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write whole weights, by our names, as a native model into a directory that may have other
-    files.
-    """
+    """Write whole weights, by our names, as a native model. The directory may have other files."""
     shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     stored_dtype = dtype or next(iter(state_dict.values())).dtype
     entries = native_entries(config, shapes, lambda name: state_dict[name].detach(), stored_dtype)

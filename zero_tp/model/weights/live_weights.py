@@ -51,13 +51,16 @@ class LiveSource:
 
 
 def gather_parameter(parameter: nn.Parameter) -> Tensor:
-    """Return a parameter, or a whole copy of one that ZeRO-3 has partitioned, which is
-    collective.
+    """Return a parameter, or a whole copy of one that ZeRO-3 has partitioned.
+
+    Of a partitioned one it is collective over the ranks that hold its parts.
     """
     if not hasattr(parameter, "ds_tensor"):
         return parameter.detach()
+    # Whoever has partitioned the parameter has imported DeepSpeed.
     deepspeed = sys.modules["deepspeed"]
     with deepspeed.zero.GatheredParameters([parameter]):
+        # A copy, because DeepSpeed frees the gathered data when the context ends.
         return parameter.detach().clone()
 
 
@@ -65,8 +68,9 @@ def gather_parameter(parameter: nn.Parameter) -> Tensor:
 def load_native(
     parameters: Mapping[str, nn.Parameter], config: PretrainedConfig, tensors: Mapping[str, Tensor]
 ) -> tuple[list[str], list[str]]:
-    """Copy a Hugging Face state dict, or a part of one, into parameters that neither TP nor ZeRO-3
-    has sharded.
+    """Copy a Hugging Face state dict, or a part of one, into a model's whole parameters.
+
+    Neither TP nor ZeRO-3 may have sharded them.
 
     Args:
         parameters: the model's, by our names.
@@ -88,12 +92,15 @@ def load_native(
     tensors = {names_of_files.get(name, name): tensor for name, tensor in tensors.items()}
     tensors = file_tensors(weights_of(config), tensors)
     for alias, source in aliases.items():
+        # A state dict with the alias alone has the weight under its other name.
         if alias in tensors and not torch.equal(
             tensors[alias], tensors.setdefault(source, tensors[alias])
         ):
             raise RuntimeError(f"tensors {source} and {alias} differ, but the config ties them")
     for weight in weights_of(config):
         names |= set(weight.names)
+        # Several parameters may have rows of one tensor (Phi-3's Q, K and V), which is missing
+        # once.
         missing += [name for name in weight.names if name not in tensors and name not in missing]
         for name, shape in weight.shapes(tuple(parameters[weight.our_name].shape)).items():
             if name in tensors and tuple(tensors[name].shape) != shape:
@@ -105,5 +112,7 @@ def load_native(
             if name in tensors:
                 tensor = tensors[name].t() if weight.transposed else tensors[name]
                 for span in spans:
+                    # A weight's map has our parameter as the whole and Hugging Face's tensor as the
+                    # part.
                     parameter[span.whole].copy_(tensor[span.local])
     return missing, sorted(tensors.keys() - names)

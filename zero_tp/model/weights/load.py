@@ -74,9 +74,11 @@ def native_model(config: PretrainedConfig, *, with_buffers: bool = False) -> Any
     Args:
         with_buffers: its buffers, such as rotary frequencies, have values.
     """
+    # Names and shapes are wanted, not data, so a model larger than the memory costs none.
     with init_empty_weights(include_buffers=not with_buffers):
         if config.model_type in ARCHITECTURES:
             native = getattr(transformers, native_class_of(config))
+            # The caller's config keeps its own choice of attention.
             config = copy.deepcopy(config)
             if not native._supports_sdpa:  # MegatronBert
                 config._attn_implementation = "eager"
@@ -87,9 +89,7 @@ def native_model(config: PretrainedConfig, *, with_buffers: bool = False) -> Any
 
 
 def stored_shapes(native: Any, config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a native model's tensors, by the names that files of its weights
-    have.
-    """
+    """Return the shapes of a native model's tensors, by their names in files."""
     return {
         name: tuple(tensor.shape)
         for name, tensor in file_tensors(weights_of(config), native.state_dict()).items()
@@ -97,10 +97,9 @@ def stored_shapes(native: Any, config: PretrainedConfig) -> dict[str, tuple[int,
 
 
 class PretrainedSource:
-    """A `WeightSource` that reads this rank's slices of a Hugging Face directory as parameters are
-    made.
+    """A `WeightSource` that reads this rank's slices of a Hugging Face directory.
 
-    The constructor checks names, shapes and dtypes; it reads no data.
+    The constructor checks names, shapes and dtypes; `fill` reads a parameter when it is made.
 
     Args:
         config: the model's, of a supported model_type.
@@ -137,6 +136,7 @@ class PretrainedSource:
             source: alias for alias, source in aliases.items() if alias in self.file_names
         }
         for source, alias in self.aliases.items():
+            # A file with the alias alone is the tied weight under its other name.
             self.file_names.setdefault(source, self.file_names[alias])
         heads = architecture_of(config).optional_heads
         self.new_heads = [
@@ -151,6 +151,7 @@ class PretrainedSource:
                 _check_shape_and_dtype(
                     directory, self.file_names[name], self.tensors[self.file_names[name]], shape
                 )
+            # Without new heads the pattern is empty and fits no name.
             elif name not in aliases and not re.fullmatch(absent_heads, name):
                 raise UserError(f"{directory}: no tensor {name}; expected shape {shape}")
 
@@ -173,20 +174,31 @@ class PretrainedSource:
             self._seeded_init.fill(local, name, whole, layout, init, topology)
             return
         spans = layout.spans(whole, topology.tensor_rank, topology.tensor)
+        # The last ranks' rows beyond the vocabulary are in no file, and `local` is uninitialised.
         zero_padding(local, spans)
+        # Files have one tensor an expert, our parameter all of them: expert e is read into
+        # `local[e]`. TP splits each matrix, so the first dimension's map is that of everything.
         matrices = local if weight.experts else [local]
         for matrix, target in zip(weight.matrices(), matrices, strict=True):
             self._read(target, matrix, spans[1:] if weight.experts else spans)
+        # Each rank checks the slices that it has read; none reads a whole file.
         if not is_finite(local):
             raise non_finite_error(self.directory, ", ".join(weight.names), local)
 
     def _read(self, target: Tensor, weight: Weight, spans: Sequence[Spans]) -> None:
         """Read a part of one matrix, or of a vector, into `target`.
 
+        Gate and up of width 4 are one parameter here and two tensors in files. Rank 1 of TP 2:
+
+            parameter [8, h]    g0 g1 g2 g3 u0 u1 u2 u3
+            target [4, h]       g2 g3 u2 u3
+            it reads            gate_proj[2:4] → target[0:2],  up_proj[2:4] → target[2:4]
+
         Args:
             spans: the part's map along each dimension. Hugging Face's tensors split the rows, too.
         """
         rows, *columns = spans
+        # A row layer is split along columns, which no file splits.
         whole_columns = [Spans.identity(along.whole_length) for along in columns]
         for name, stored_rows in weight.spans(rows.whole_length).items():
             for stored_index, index in overlaps((stored_rows, *whole_columns), spans):
@@ -198,11 +210,13 @@ class PretrainedSource:
         """
 
         def read(name: str) -> Tensor:
+            # A memory-mapped file: the transpose is a view, and only the slice's pages are read.
             tensor = self.tensors[self.file_names[name]]
             return (tensor.t() if transposed else tensor)[index]
 
         source = read(hf_name)
         alias = self.aliases.get(hf_name)
+        # Compared slice by slice, so no rank reads a whole embedding for it.
         if alias is not None and not torch.equal(source, read(alias)):
             raise _tie_error(self.directory, hf_name, alias)
         return source
@@ -218,6 +232,12 @@ def _match_names(
 
     Files of the bare model lack the prefix of the class with a head. Tensors that the architecture
     ignores are dropped.
+
+        in files                            in the class
+        wte.weight (a bare GPT2Model)       transformer.wte.weight
+        embed_out.weight (GPT-NeoX)         lm_head.weight
+        bert.….LayerNorm.gamma              bert.….LayerNorm.weight
+        h.0.attn.bias (a causal mask)       dropped
     """
     file_names: dict[str, str] = {}
     native_names = {file_name: name for name, file_name in architecture.file_names.items()}
@@ -225,6 +245,7 @@ def _match_names(
         name = native_names.get(file_name, file_name)
         for old, new in architecture.obsolete_suffixes.items():
             name = name.removesuffix(old) + new if name.endswith(old) else name
+        # An unknown name gets the prefix too; `_is_ignorable` tries it with and without.
         name = name if name in expected else architecture.base_prefix + name
         if name in file_names:
             raise UserError(
@@ -241,8 +262,10 @@ def _match_names(
 
 
 def _is_ignorable(name: str, architecture: Architecture) -> bool:
-    """Return whether a tensor, named with the prefix, belongs to an optional head or is an
-    obsolete buffer.
+    """Return whether a tensor belongs to an optional head or is an obsolete buffer.
+
+    Args:
+        name: with the prefix.
     """
     patterns = [
         *architecture.optional_heads.values(),
@@ -307,9 +330,7 @@ def open_any_config(directory: Path) -> PretrainedConfig:
 
 
 def open_config(directory: Path) -> PretrainedConfig:
-    """Open the config of a Hugging Face directory of any causal language model that transformers
-    has a class for.
-    """
+    """Open the config of a directory of any causal language model that transformers knows."""
     config = open_any_config(directory)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{directory}: {config.model_type} is not a causal language model")
@@ -317,9 +338,7 @@ def open_config(directory: Path) -> PretrainedConfig:
 
 
 def _check_fields(raw: dict[str, Any], path: Path) -> None:
-    """Refuse fields by which transformers would load other files or run code, and more layers
-    than any model has.
-    """
+    """Refuse fields that make transformers load other files or run code, and too many layers."""
     for name, value in raw.items():
         if isinstance(value, dict):
             _check_fields(value, path)
@@ -346,8 +365,9 @@ def open_model(
     *,
     allow_pickle: bool = False,
 ) -> Any:
-    """Open a Hugging Face directory as transformers' own causal class, whatever its architecture,
-    on the CPU.
+    """Open a Hugging Face directory of any causal architecture as transformers' own class.
+
+    The model is on the CPU.
 
     Args:
         config: of `open_config`.
@@ -410,8 +430,9 @@ def _check_layers(directory: Path, config: PretrainedConfig, tensors: Mapping[st
 
 
 def _check_native(directory: Path, native: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Check shapes, dtypes and ties of the tensors that belong to the class, with or without its
-    base prefix.
+    """Check shapes, dtypes and ties of the tensors that belong to the class.
+
+    Their names may lack its base prefix.
     """
     expected = {
         name: tensor for name, tensor in native.state_dict().items() if tensor.is_floating_point()

@@ -18,14 +18,20 @@ def unstack_experts(
     """Return a file's tensors with one for each expert, views of the stacked ones.
 
     `save_pretrained` writes one tensor for each expert. A saved `state_dict` has those of the
-    class.
+    class. Mixtral's, with f the width of an expert and E experts:
+
+        mlp.experts.gate_up_proj [E, 2f, h]  →  block_sparse_moe.experts.0.w1.weight [f, h]
+                                                block_sparse_moe.experts.0.w3.weight [f, h]
+                                                block_sparse_moe.experts.1.w1.weight …
 
     Args:
-        native: the class's model, which has the shapes. directory: for error messages.
+        native: the class's model, which has the shapes.
+        directory: for error messages.
 
     Raises:
         UserError: a stacked tensor of another shape, or the same experts twice.
     """
+    # Only the mapping is copied; the tensors stay memory-mapped.
     unstacked = dict(tensors)
     prefix = f"{native.base_model_prefix}."
     shapes = {name: tuple(tensor.shape) for name, tensor in native.state_dict().items()}
@@ -34,6 +40,7 @@ def unstack_experts(
         if native_name is None or native_name in weight.names:
             continue
         name = next(
+            # A file of the bare model lacks the prefix.
             (name for name in (native_name, native_name.removeprefix(prefix)) if name in unstacked),
             None,
         )
