@@ -107,6 +107,12 @@ def _move(part: Tensor, device: torch.device) -> Tensor:
 def separate_documents(windows: Tensor, documents: Tensor) -> Batch:
     """Return a batch of windows [m, s + 1] whose documents do not attend to each other.
 
+    A window of the end of document 4 and the beginning of document 5:
+
+        windows      a7 a8 b0 b1 b2     document_ids    4  4  5  5
+        input_ids    a7 a8 b0 b1        position_ids    0  1  0  1
+        labels       a8  ∅ b1 b2        ∅: -100, because a8 says nothing about b0
+
     Args:
         documents: each token's document, [m, s + 1]; a token of document PADDING is never a label.
     """
@@ -120,6 +126,8 @@ def positions_of(documents: Tensor) -> Tensor:
     """Return each token's position in its document, from 0 at its first token in the row. [m, s]
     → [m, s].
     """
+    # Documents 4 4 5 5 5: columns of the first tokens 0 0 2 0 0, their running maximum 0 0 2 2 2,
+    # positions 0 1 0 1 2. No loop over documents, whose number differs between rows.
     column = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]

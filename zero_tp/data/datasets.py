@@ -64,10 +64,14 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
 
     def sample(self, k: int) -> dict[str, Tensor]:
         """Return sample k, of any pass. Hugging Face models shift the labels themselves."""
+        # s of the s + 1 tokens: Hugging Face models shift labels inside, so the target of the last
+        # position is not used.
         ids = torch.from_numpy(self._packed[k][:-1])
         item = {"input_ids": ids, "labels": ids.clone()}
         if self._packed.separate:
             item["position_ids"] = positions_of(self._packed.document_ids([k])[:, :-1])[0]
+            # After the shift, this label would be predicted by the last token of the document
+            # before.
             item["labels"][item["position_ids"] == 0] = IGNORE_INDEX
         return item
 
@@ -110,8 +114,10 @@ class CorpusStream(IterableDataset[dict[str, Tensor]]):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         worker = get_worker_info()
+        # A DataLoader copies the data set to each worker, and each copy must yield its own part.
         number, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         k = self._first + self._rank * workers + number
         while self._count is None or k < self._first + self._count:
+            # `sample` and not an index: k may be beyond one pass.
             yield self._dataset.sample(k)
             k += self._world * workers

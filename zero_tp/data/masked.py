@@ -15,6 +15,12 @@ the later segment would reveal the order.
 Whole words are masked in n-grams of consecutive words of one segment, as in BERT and Megatron-LM.
 The tokenizer's marks define a word: WordPiece's `##` continues one; byte-level BPE's `Ġ` (and white
 space) or SentencePiece's `▁` begins one.
+
+A row of s = 10 before masking, in order. Swapped, the segment of the text's end comes first:
+
+    input_ids         [CLS] a0 a1 a2 [SEP] b0 b1 b2 [SEP] [PAD]
+    token_type_ids      0    0  0  0   0    1  1  1   1     0
+    attention_mask      1    1  1  1   1    1  1  1   1     0
 """
 
 from __future__ import annotations
@@ -40,6 +46,7 @@ from zero_tp.data.tokenizer import MaskingVocabulary
 MASKED = 0.8
 RANDOM = 0.1
 """Shares of the selected tokens that become the mask token and a random one; the others stay."""
+# Most tries hit while a row is mostly free. Listing all places for each n-gram would take longer.
 _TRIES = 16  # random places to try for an n-gram; then all free places are listed
 _TRAINING, _VALIDATION = 1, 2  # in the key of random numbers, so that both draw different ones
 _DOCUMENTS = 1024  # documents whose windows are counted at once
@@ -62,7 +69,15 @@ class Masking:
     def __call__(
         self, row: npt.NDArray[np.int64], randoms: Iterator[float]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the masked row [s], and its labels [s]: the token that was masked, or -100."""
+        """Return the masked row [s], and its labels [s]: the token that was masked, or -100.
+
+        The words of a row of two segments:
+
+            row        [CLS] play ##ing cat [SEP] dog [SEP]
+            begins           1          3         5             where words begin
+            sizes            2          1         1             in tokens
+            follows          True       False                   no n-gram joins cat and dog
+        """
         vocabulary = self.vocabulary
         maskable = ~vocabulary.special[row]
         begins = np.flatnonzero(vocabulary.word_begins(row))
@@ -74,6 +89,8 @@ class Masking:
         inputs = row.copy()
         labels = np.full_like(row, IGNORE_INDEX)
         for word, n in ngrams(sizes.tolist(), follows.tolist(), budget, self.max_ngram, randoms):
+            # Each token is replaced by itself, as in BERT: a word may become one mask and one
+            # random token.
             for place in range(begins[word], begins[word + n - 1] + sizes[word + n - 1]):
                 labels[place] = row[place]
                 kind = next(randoms)
@@ -84,6 +101,7 @@ class Masking:
         return inputs, labels
 
     def _random(self, randoms: Iterator[float]) -> int:
+        # Drawn again instead of from a list of ordinary tokens: few are special.
         while self.vocabulary.special[token := int(next(randoms) * len(self.vocabulary.special))]:
             pass
         return token
@@ -105,6 +123,7 @@ def ngrams(
             between.
     """
     cumulative_weights = list(accumulate(1 / n for n in range(1, max_ngram + 1)))
+    # Tokens before each word: the size of an n-gram is a difference.
     before = [0, *accumulate(sizes)]
     free = [True] * len(sizes)
     count = len(sizes)
@@ -119,7 +138,9 @@ def ngrams(
 
     while budget > 0:
         longest = bisect(cumulative_weights, next(randoms) * cumulative_weights[-1]) + 1
+        # A word has at least one token, so more words than the budget never fit.
         for n in range(min(longest, budget), 0, -1):
+            # Rejection: of the places that fit, each is hit with the same probability.
             candidates = (int(next(randoms) * count) for _ in range(_TRIES))
             word = next((word for word in candidates if fits(word, n)), None)
             if word is None and (places := [word for word in range(count) if fits(word, n)]):
@@ -153,6 +174,10 @@ class DocumentWindows:
     """The windows of a corpus' documents, numbered in order.
 
     Memory: 8 bytes per block of 1,024 documents; `locate` counts the windows inside a block again.
+    With a length of 40 and a shortest window of 3 tokens:
+
+        document of 100 tokens    3 windows, from the tokens 0, 40 and 80
+        document of 82 tokens     2 windows; the last 2 tokens are too few for a third
 
     Args:
         length: tokens of a window; windows of a document begin at this stride.
@@ -163,6 +188,7 @@ class DocumentWindows:
         self.corpus = corpus
         self.length = length
         self.shortest = shortest
+        # Counts of single documents are not kept: a billion of them would take 8 GB.
         counts = [int(self._counts(first).sum()) for first in range(0, len(corpus), _DOCUMENTS)]
         self._before = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
@@ -230,10 +256,14 @@ class MaskedRowBuilder:
         tokens, begins = self._window(windows, w)
         if not self.sentence_order:
             return self._assemble([tokens], False, randoms)
+        # No sentence begins inside the window: cut at a word.
         if not len(begins):
             begins = np.flatnonzero(self.masking.vocabulary.word_begins(tokens)[1:]) + 1
+        # Not even a word begins inside: cut at any token.
         cuts = begins if len(begins) else np.arange(1, len(tokens))
         cut = int(cuts[int(next(randoms) * len(cuts))])
+        # Trimmed before they are swapped, so that the order has no influence on which ends are
+        # lost.
         parts = trim(
             [tokens[:cut], tokens[cut:]], self.sequence_length - self.special_count, randoms
         )
@@ -259,6 +289,7 @@ class MaskedRowBuilder:
         row[0] = vocabulary.classifier
         for kind, part in enumerate(reversed(parts) if swapped else parts):
             end = used + len(part)
+            # The separator belongs to the segment before it, as in BERT.
             row[used:end], row[end], types[used : end + 1] = part, vocabulary.separator, kind
             used = end + 1
         labels = np.full(s, IGNORE_INDEX, np.int64)
@@ -293,6 +324,7 @@ class MaskedRowBuilder:
             starts = corpus.sequence_starts(first + lowest, start - lowest + 1)
             start = lowest + int(starts[-1]) if len(starts) else start
         stop = min(start + length, size)
+        # From the second token on: the first sentence has nothing before it to be cut from.
         begins = corpus.sequence_starts(first + start + 1, stop - start - 1) + 1
         if self.sentence_order and len(begins):
             after = corpus.sequence_starts(first + stop, min(length, size - stop))
@@ -303,6 +335,7 @@ class MaskedRowBuilder:
             else:
                 begins = begins[:0]
         tokens = corpus.read(first + start, stop - start)
+        # In the text's last segment only, the eos would tell the order.
         if stop == size and tokens[-1] == self.masking.vocabulary.eos:
             tokens = tokens[:-1]
         return tokens, begins[begins < len(tokens)]
@@ -342,6 +375,8 @@ class MaskedSamples(TrainingSamples[MaskedBatch]):
 
     def __getitem__(self, k: int) -> dict[str, npt.NDArray[np.int64]]:
         """Return sample k as a row of a batch, int64 [s] each and `next_sentence_label` []."""
+        # Every number is drawn from (seed, k), so a sample does not depend on which rank reads it,
+        # or on the samples before it.
         corpus, _, window = (int(part[0]) for part in self.locate(np.array([k])))
         return self.row_builder.row(
             self._windows[corpus], window, uniforms(self.seed, _TRAINING, k)
@@ -363,6 +398,7 @@ class MaskedValidation(FixedSamples[MaskedBatch]):
         super().__init__(prefixes, corpora, [len(windows) for windows in self._windows])
 
     def _batch(self, numbers: list[int], rows: int) -> MaskedBatch:
+        # One object many times: `_batch` copies the rows when it stacks them.
         batch = [self.row_builder.empty()] * rows
         for i, n in enumerate(numbers):
             corpus, w = self._locate(n)

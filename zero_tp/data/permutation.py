@@ -1,5 +1,6 @@
-"""Permutations and random numbers as pure functions of a key, independent of any library's
-version.
+"""Permutations and random numbers as pure functions of a key.
+
+They do not depend on any library's version, because runs resume by them: `tests/data` pins values.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ def _fold_key(key: tuple[int, ...]) -> npt.NDArray[np.uint64]:
     """Return the state of a key, uint64 [1]."""
     state = np.zeros(1, np.uint64)
     for part in key:
+        # One part after another, so (1, 2) and (2, 1) are different keys. The mask takes negative
+        # parts as their two's complement.
         state = _mix((state ^ np.uint64(part & _MASK_64)) + _GOLDEN)
     return state
 
@@ -42,8 +45,11 @@ def uniforms(*key: int) -> Iterator[float]:
     state = _fold_key(key)
     steps = np.arange(1, _BLOCK + 1, dtype=np.uint64) * _GOLDEN
     while True:
+        # SplitMix64 adds the golden ratio's 64 bits for each number and mixes the sum. So a block
+        # of numbers is computed at once.
         x = state + steps
         state = x[-1:]
+        # 53 bits are the precision of a double, so no number is rounded up to 1.
         yield from ((_mix(x) >> np.uint64(11)) * 2.0**-53).tolist()
 
 
@@ -52,11 +58,18 @@ class Permutation:
 
     A Feistel network of 8 rounds permutes the next larger power of 4; outputs beyond `size` are put
     through it again (cycle walking; from size 17 on, fewer than 4 passes on average).
+
+    Size 10 is permuted in a domain of 64 numbers, two halves of 3 bits. An entry whose walk is
+
+        5 → 41 → 60 → 7     is 7: the numbers 41 and 60 are outside, so they are put through again
+
+    Two entries cannot end at the same number, because the network has an inverse.
     """
 
     def __init__(self, size: int, *key: int) -> None:
         assert size > 0
         self.size = size
+        # Both halves have equally many bits, so the domain is a power of 4.
         self._half = max(_SMALLEST_HALF, ((size - 1).bit_length() + 1) // 2)
         self._keys = _mix(_fold_key(key) + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
 
@@ -72,10 +85,13 @@ class Permutation:
         mask = np.uint64((1 << self._half) - 1)
         entries = numbers.astype(np.uint64)
         walking = np.arange(entries.size)
+        # All entries at once; only those that are still outside take another pass.
         while walking.size:
             left = entries[walking] >> half
             right = entries[walking] & mask
             for key in self._keys:
+                # A round is invertible whatever `_mix` does: `right` is kept, and gives the mask
+                # that takes the XOR back.
                 left, right = right, left ^ (_mix(right ^ key) & mask)
             entries[walking] = left << half | right
             walking = walking[entries[walking] >= self.size]

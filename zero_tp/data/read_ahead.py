@@ -34,9 +34,12 @@ class ReadAhead(Generic[T]):
         """
         pending = self._pending
         self._pending = None
+        # Another step than the pending one is read at once: the order of steps is the caller's.
         batches = (
             pending[1].result() if pending is not None and pending[0] == step else self._read(step)
         )
+        # No step after the last one: its samples would be read in vain, while the run saves and
+        # ends.
         if step < self._last:
             self._pending = step + 1, self._thread.submit(self._read, step + 1)
         return batches

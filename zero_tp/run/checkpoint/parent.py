@@ -30,6 +30,7 @@ from zero_tp.run.config import RunConfig
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+# They change no weight, only which tokens a token sees.
 WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 SAMPLE_ORDER = ("training.seed", "data.sequence_length")
 """With the corpora and their weights, these keys decide the order of the samples."""
@@ -93,7 +94,10 @@ def _check_model(checkpoint: Path, manifest: Manifest, model: PretrainedConfig) 
         *WINDOWS,
         "initializer_range",
     }
+    # With learned positions this number is the number of rows of a weight.
     may_differ |= {"max_position_embeddings"} if rotary else set()
+    # The fields that the class declares. The JSON file has more, such as transformers' version,
+    # which change no weight.
     names = ("model_type", *inspect.get_annotations(type(model)), *fields.undeclared)
     for name in names:
         value = getattr(model, name, None)
@@ -116,6 +120,7 @@ def _check_optimizer(checkpoint: Path, manifest: Manifest, config: RunConfig) ->
     check_saved_by_run(checkpoint, manifest)
     now = config.resolved()["optimizer"]["type"]
     before = manifest.fixed["optimizer"]["type"]
+    # Adam and AdamW have the same two moments, and differ only in how they apply decay.
     if len({str(name).lower().replace("adamw", "adam") for name in (now, before)}) > 1:
         problem = (
             f"{shown(now)} has other states than {shown(before)}, with which {checkpoint} was saved"
@@ -124,6 +129,7 @@ def _check_optimizer(checkpoint: Path, manifest: Manifest, config: RunConfig) ->
             "optimizer.type", problem, "--from keeps the moments; use the same optimizer"
         )
     optimizers = config.resolved()["optimizer"], manifest.fixed["optimizer"]
+    # AMSGrad has a third state, the largest second moment.
     amsgrad, saved = (bool(optimizer.get("params", {}).get("amsgrad")) for optimizer in optimizers)
     if amsgrad != saved:
         problem = (
@@ -145,6 +151,7 @@ def check_child(source: Path, run: Path, manifest: Manifest) -> None:
         )
     checkpoint = Path(manifest.parent.checkpoint)
     requested = source.resolve()
+    # `--from` may name the checkpoint or its run, RUN/checkpoints/step_N.
     if requested not in (checkpoint, checkpoint.parent.parent):
         raise UserError(
             f"--from {source}: {run} was started from {checkpoint}; give another --output-dir to "

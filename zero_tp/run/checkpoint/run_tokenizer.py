@@ -20,6 +20,7 @@ def find_run_tokenizer(requested: Path | None, checkpoint: RunCheckpoint) -> Pat
     """Return the directory of the requested tokenizer, else of the run's, else None."""
     relative = checkpoint.manifest.tokenizer_from_run
     run = checkpoint.path.absolute().parent.parent
+    # Tried if the recorded path is gone: run and tokenizer may have been moved together.
     moved = None if relative is None else run / relative
     return resolve_tokenizer(requested, checkpoint.manifest.tokenizer, moved)
 

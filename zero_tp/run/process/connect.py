@@ -71,11 +71,14 @@ def connect(
     bound_device = None
     if device_type != "cpu":
         device = rank_device(environment, device_type)
+        # Before the first collective: under NCCL, those of objects go through the current device.
         torch.get_device_module(device_type).set_device(device.index)
         for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
             if name in os.environ:  # DeepSpeed takes it for the device's index
                 os.environ[name] = str(device.index)
     if environment.world > 1:
+        # Here ranks wait for one that still reads its corpora. In `init_process_group` they would
+        # wait with the limit of a collective, and would not hear of a refusal.
         environment.store.wait_until_all_ready(start_timeout)
         if device_type != "cpu":
             bound_device = device  # NCCL then creates groups by splitting the world's communicator
@@ -123,10 +126,12 @@ def connect_deepspeed(
     accelerator = get_accelerator()
     device_type = accelerator.device_name()
     if device_type == "cuda" and config.zero_tp.training.guard_gradients:
+        # Before anything else uses CUDA, because torch reads the variable once.
         use_deterministic_cublas()
     check_accelerator(config.dtype, accelerator)
     ops.check_nvme(config.nvme_paths)
     ops.disable_shared_memory_collectives()
+    # A killed build leaves a lock file, for which every later build waits without a word.
     report_build_locks()
     message = ops.compilation_note(config.settings, accelerator)
     if message is not None and environment.rank == 0:

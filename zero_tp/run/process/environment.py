@@ -94,6 +94,7 @@ class RankEnvironment:
         """CPU cores that this rank may use: those it is bound to, or an equal part of its
         launcher's.
         """
+        # The affinity and not the number of cores: Slurm and containers bind a job to some of them.
         own = len(os.sched_getaffinity(0))
         launcher = len(os.sched_getaffinity(self.parent.pid)) if self.parent else own
         return max(1, min(own, launcher // (self.local_world or self.world)))
@@ -144,6 +145,8 @@ class RankEnvironment:
         """
         with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
             if self.parent is not None and "deepspeed.launcher.launch" in self.parent.cmdline():
+                # launch.py stays alive if the command is killed, and its ranks with it (tried). So
+                # the ranks watch the command themselves.
                 command = self.parent.parent()
                 if command is not None and any(
                     Path(word).name in DEEPSPEED_COMMANDS for word in command.cmdline()[:4]
@@ -166,6 +169,7 @@ def rank_name(rank: int) -> str:
 def free_port() -> int:
     """Return an unused port of this machine."""
     with socket.socket() as listener:
+        # Port 0 asks the kernel for one. It is free again after the block, until torch opens it.
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
@@ -176,6 +180,8 @@ def is_alive(process: psutil.Process) -> bool:
     process by now.
     """
     try:
+        # psutil compares the start time, so a new process with the same pid is not taken for this
+        # one.
         return process.is_running() and process.status() not in (
             psutil.STATUS_ZOMBIE,
             psutil.STATUS_DEAD,

@@ -52,6 +52,8 @@ class NodeWatch:
         self._error_files: dict[int, Path] = {}
         self._ended: dict[int, int | None] = {}
         self._reported = set[int]()
+        # Several threads report: the node watch, that of the signals, and the main thread of a
+        # failing rank.
         self._reporting = threading.Lock()
 
     def start(self) -> None:
@@ -66,6 +68,7 @@ class NodeWatch:
         """
         for rank, process in list(self._ranks.items()):
             if rank not in self._ended and not is_alive(process):
+                # Read while it is a zombie. Afterwards nobody but the launcher knows how it ended.
                 status = _exit_status(process)
                 failed = status is None and self._error_files[rank].is_file()
                 self._ended.setdefault(rank, 1 if failed else status)
@@ -84,6 +87,7 @@ class NodeWatch:
         """
         with self._reporting:  # no other thread may exit the process before the line is written
             ended = self.exit_statuses()
+            # One line for the machine, although each of its ranks sees the same.
             is_lowest = all(
                 rank in ended or rank > self._environment.rank for rank in list(self._ranks)
             )
@@ -104,6 +108,8 @@ class NodeWatch:
                     OSError
                 ):  # it has ended, or Linux is older than 5.3: then poll() times out
                     exits.register(os.pidfd_open(process.pid), select.POLLIN)
+            # The poll ends as soon as a rank does, usually before its launcher reaps it. Without
+            # descriptors it is a pause of a second.
             exits.poll(1000 * POLL_SECONDS)
             self.report_killed()
             if self._deepspeed_has_ended():
@@ -125,6 +131,8 @@ class NodeWatch:
                 with contextlib.suppress(
                     psutil.Error, StopIteration
                 ):  # the child has ended, or is not a rank
+                    # A launcher has other children, too. A rank is known by the variables that the
+                    # launcher gave it.
                     variables = process.environ()
                     rank = next(
                         int(variables[name]) for name in RANK if variables.get(name, "").isdecimal()
@@ -166,6 +174,8 @@ def describe_killed(rank: int, status: int | None) -> str:
         return (
             f"{rank_name(rank)} has ended; if it printed no error, it was killed (out of memory?)"
         )
+    # A rank that exits has printed its own reason. SIGTERM and SIGINT come from the launcher or a
+    # person.
     if status >= 0 or -status in (signal.SIGINT, signal.SIGTERM):
         return ""
     name = signal.Signals(-status).name

@@ -42,6 +42,7 @@ LOGGERS = (
     "huggingface_hub.utils._http",  # every attempt without a network
 )
 
+# Warnings of these modules are hidden; those of a user's own callbacks and of Python are shown.
 LIBRARIES = r"(torch|deepspeed|transformers|accelerate|datasets|huggingface_hub)(\.|$)"
 
 
@@ -101,6 +102,8 @@ def suppress_output(verbose: bool = False, *, stderr: bool = False) -> Iterator[
             contextlib.redirect_stderr(text if stderr else sys.stderr),
         ):
             yield
+    # A UserError says all that a user needs. Any other error may be explained by what was printed
+    # before it.
     except UserError:
         raise
     except BaseException:
