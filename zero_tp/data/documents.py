@@ -126,6 +126,7 @@ def _files(name: str) -> list[Path]:
             for file in path.rglob("*")
             if file.is_file() and _known_format(file)
         ]
+        # Hidden below the directory that was named; a hidden directory may be named itself.
         files = [
             path / file for file in inside if not any(part.startswith(".") for part in file.parts)
         ]
@@ -180,6 +181,7 @@ def read_blocks(source: Source) -> Iterator[RecordBlock]:
     """Yield all records of a source in blocks. UserError: it can't be read or has changed, or no
     field holds a text.
     """
+    # Both are set by this reading, and a source may be read again.
     source.key = None
     source.position = 0
     try:
@@ -189,6 +191,8 @@ def read_blocks(source: Source) -> Iterator[RecordBlock]:
             if number == 0 and source.key is None and source.kind in ("jsonl", "json", "hub"):
                 choose_json_key(source, records)
             yield RecordBlock(source.name, number, source.key, records)
+        # After the last record: a file that grows while it is read would give another corpus the
+        # next time.
         if source.path is not None and source.size_and_time not in (
             (0, 0),
             _size_and_time(source.path),
@@ -208,6 +212,7 @@ def _records(source: Source) -> Iterator[Record]:
         else os.fdopen(os.dup(sys.stdin.fileno()), "rb") as raw
     ):
         if source.path is not None and source.kind in TABLES:
+            # Tables are read at random places, so their bytes are hashed in a second pass.
             yield from TABLES[source.kind](source, raw)
             source.sha256 = file_sha256(source.path)
             return
@@ -239,6 +244,8 @@ def group_records(records: Iterable[Record]) -> Iterator[list[Record]]:
         size += (
             sum(map(len, map(str, content.values()))) if isinstance(content, dict) else len(content)
         )
+        # By content and number, not by processes or time: a resumed preparation finds the same
+        # blocks.
         if size >= _BLOCK_BYTES or len(block) == _BLOCK_RECORDS:
             yield block
             block = []

@@ -63,6 +63,7 @@ def read_hub(source: Source) -> Iterator[Record]:
 
 
 def _streamed_rows(source: Source, stream: Any) -> Iterator[dict[str, Any]]:
+    # Some data sets declare no types: those of the first row are then taken for texts.
     features = stream.features or {key: None for key in next(iter(stream), {})}
     if not features:
         return
@@ -76,6 +77,7 @@ def _streamed_rows(source: Source, stream: Any) -> Iterator[dict[str, Any]]:
 def _json_files(builder: Any, split: str) -> list[str]:
     """Return the paths or URLs of a split's files if all are JSON that our reader can read."""
     settings = builder.config
+    # Ours reads only plain JSON in UTF-8; anything else goes through the library.
     if builder.name != "json" or settings.field is not None or settings.encoding != "utf-8":
         return []
     files = {str(key): list(paths) for key, paths in (settings.data_files or {}).items()}.get(

@@ -115,6 +115,7 @@ class IndexedCorpus:
             ) from error
 
     def _open(self, index: Path, data: Path) -> None:
+        """Map both files and check what can be checked without reading all of them."""
         with open(index, "rb") as file:
             header = file.read(HEADER.size)
         magic, version, code, sequences, boundaries = HEADER.unpack(header.ljust(HEADER.size))
@@ -134,6 +135,8 @@ class IndexedCorpus:
         ):  # Megatron may append one byte a sequence (its modes)
             problem = f"{expected:,} bytes expected for {sequences:,} sequences, found {size:,}"
             raise UserError(f"{index}: {problem}; {_WRITE_AGAIN}")
+        # The header has 34 bytes, so the entries are not aligned: NumPy reads such views, but some
+        # of its functions copy them.
         entries = np.memmap(index, mode="r", dtype=np.uint8)[HEADER.size :]
         self._sizes = entries[: 4 * sequences].view("<i4")
         self._pointers = entries[4 * sequences : 12 * sequences].view("<i8")
@@ -149,6 +152,7 @@ class IndexedCorpus:
                 f"{self.dtype.name}, found {size:,}; "
                 f"{_WRITE_AGAIN}"
             )
+        # A trillion tokens must open at once: every rank opens every corpus.
         self._check_index(_OPENING_CHECKS)
         self._data = (
             np.memmap(data, mode="r", dtype=self.dtype) if self.tokens else np.empty(0, self.dtype)
@@ -168,6 +172,7 @@ class IndexedCorpus:
         """
         for block in _blocks(len(self._sizes), max_blocks):
             sizes = self._sizes[block].astype(np.int64)
+            # The sum begins anew at each block, so blocks can be checked alone.
             ends = self._tokens_before(block.start) + np.cumsum(sizes)
             if (sizes < 0).any() or (
                 self._pointers[block] != (ends - sizes) * self.dtype.itemsize
@@ -197,10 +202,12 @@ class IndexedCorpus:
 
         The cache does not notice damage by a disk, which changes no times.
         """
+        # Before the reading; compared after it.
         stamp = self._stamp()
         path = bin_path(self.prefix)
         with contextlib.suppress(OSError, InvalidJson, KeyError, TypeError):
             cached = read_object(content_path(self.prefix))
+            # The entry has a hash of itself: one that was cut or edited is not believed.
             if cached == _cache_entry(stamp, cached["content"]):
                 return CorpusContent(**cached["content"])
         self._check_index()
@@ -209,6 +216,7 @@ class IndexedCorpus:
             raise UserError(
                 f"{path} was written to while it was read: start again after the writing has ended"
             )
+        # Damage since `prepare` is found here, if the corpus still has its report.
         _check_report(path, content.sha256)
         with contextlib.suppress(OSError):  # the directory can't be written
             entry = _cache_entry(stamp, content._asdict())
@@ -236,6 +244,8 @@ class IndexedCorpus:
             digest.update(part.data)
             low = int(part.min())
             high = int(part.max())
+            # The first part sets both: with the initial values 0 and -1, a smallest id above 0
+            # would be lost.
             smallest, largest = (min(smallest, low), max(largest, high)) if start else (low, high)
         return CorpusContent(digest.hexdigest(), smallest, largest)
 
@@ -268,6 +278,7 @@ class IndexedCorpus:
         _check_report(idx_path(self.prefix), digest.hexdigest())
         count = _HASHED_BYTES // _HASHED_BLOCKS // self.dtype.itemsize
         for i in range(_HASHED_BLOCKS):
+            # The first block begins at token 0, and the last one ends with the last token.
             start = max(0, self.tokens - count) * i // (_HASHED_BLOCKS - 1)
             digest.update(self._data[start : start + count].tobytes())
         facts = {
@@ -301,6 +312,7 @@ class IndexedCorpus:
             bisect_right(self._pointers, end * self.dtype.itemsize - 1)
             for end in (start, start + count)
         )
+        # Empty sequences begin where the next one does; they are no starts.
         starts = self._pointers[first:last][self._sizes[first:last] > 0]
         return starts.astype(np.int64) // self.dtype.itemsize - start
 
@@ -313,6 +325,8 @@ class IndexedCorpus:
         """
         sequences = self._documents[first:last]
         starts = np.full(len(sequences), self.tokens, np.int64)
+        # The boundary after the last document, and empty documents at the end, have no sequence to
+        # ask.
         is_inside = sequences < len(self._sizes)
         starts[is_inside] = self._pointers[sequences[is_inside]] // self.dtype.itemsize
         return starts
@@ -328,6 +342,7 @@ class IndexedCorpus:
         """
         first, last = (self._document_of(token) for token in (start, start + count - 1))
         starts = self.document_starts(first, last + 1)
+        # The first document may begin before these tokens.
         starts[0] = start
         return np.repeat(np.arange(first, last + 1), np.diff(starts, append=start + count))
 
@@ -395,12 +410,17 @@ class IndexedWriter:
     def add_documents(
         self, ids: npt.ArrayLike, sizes: npt.ArrayLike, begins: npt.ArrayLike | None = None
     ) -> None:
-        """Append documents of `sizes` tokens, with concatenated ids. UserError: an id is outside
-        the vocabulary.
+        """Append documents of `sizes` tokens, with concatenated ids.
+
+        Documents of 3 and 2 tokens, of which the first has two sentences: `begins` is 1 0 1 1 0.
+        The index gets sequences of 2, 1 and 2 tokens; the documents begin at sequences 0 and 2.
 
         Args:
             begins: whether each token begins a sentence, bool; each sentence is a sequence. None:
                 each document.
+
+        Raises:
+            UserError: an id is outside the vocabulary.
         """
         values = np.asarray(ids)
         lengths = np.asarray(sizes, dtype=np.int64)
@@ -423,6 +443,8 @@ class IndexedWriter:
             if begins is None
             else np.setdiff1d(np.flatnonzero(begins), ends - lengths)
         )
+        # The starts of documents are taken from their sizes, so an empty document has a sequence,
+        # too.
         starts = np.sort(np.concatenate([ends - lengths, inside]))
         self._sizes.frombytes(np.diff(starts, append=values.size).astype(np.intc).tobytes())
         sequences = 1 + np.searchsorted(inside, ends) - np.searchsorted(inside, ends - lengths)
@@ -434,7 +456,10 @@ class IndexedWriter:
         self._file.close()
         sizes = np.array(self._sizes, dtype="<i4")
         starts = np.zeros(len(sizes), dtype="<i8")
+        # In 64 bits: the lengths are of 32, and their sum need not fit.
         np.cumsum(sizes[:-1], out=starts[1:])
+        # Last, because a corpus without an index is none: a killed writer leaves no corpus that
+        # looks complete.
         with open(idx_path(self.prefix), "wb") as file:
             code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
             file.write(HEADER.pack(MAGIC, VERSION, code, len(sizes), len(self._documents)))

@@ -59,11 +59,12 @@ class Permutation:
     A Feistel network of 8 rounds permutes the next larger power of 4; outputs beyond `size` are put
     through it again (cycle walking; from size 17 on, fewer than 4 passes on average).
 
-    Size 10 is permuted in a domain of 64 numbers, two halves of 3 bits. An entry whose walk is
+    Size 10 is permuted in a domain of 64 numbers, two halves of 3 bits. With the key 1:
 
-        5 → 41 → 60 → 7     is 7: the numbers 41 and 60 are outside, so they are put through again
+        entry 6     6 → 5                       is 5
+        entry 2     2 → 51 → 30 → 53 → 6        is 6: the numbers from 10 on go through again
 
-    Two entries cannot end at the same number, because the network has an inverse.
+    Two entries never end at the same number, because the network has an inverse.
     """
 
     def __init__(self, size: int, *key: int) -> None:

@@ -64,6 +64,8 @@ def load_tokenizer(directory: Path, eos: str | None = None) -> PreTrainedTokeniz
                 f"tokenizer {directory}: it has no token {eos!r}: give --eos one that it has"
             )
         _set_eos(tokenizer, eos)
+    # A tokenizer for the masked objective, as BERT's, needs no eos: its documents are windows of
+    # their own.
     if tokenizer.eos_token_id is None and missing_for_masking(tokenizer):
         likely = sorted(filter(_EOS_NAMES.fullmatch, tokenizer.get_vocab()))
         if len(likely) != 1:
@@ -182,6 +184,7 @@ class DocumentEncoder:
             return np.zeros(0, np.bool_)
         from sentencex import segment
 
+        # sentencex keeps all characters, so lengths give the offsets of sentences.
         lengths = list(map(len, segment(self.language, _SENTENCEX_PANICS.sub(r"\1 ", text))))
         assert sum(lengths) == len(text)
         # A token that includes the space before a sentence belongs to the sentence of its last
@@ -198,6 +201,7 @@ class DocumentEncoder:
         starts = np.concatenate([np.zeros(0, np.bool_), *(starts for _, starts in encodings)])
         return {
             "sizes": np.array([len(ids) for ids, _ in encodings], np.int64).tobytes(),
+            # The type of the corpus, so that blocks are copied into it unchanged.
             "tokens": tokens.astype(token_dtype(self.vocabulary_size)).tobytes(),
             "sentences": starts.tobytes(),
         }
@@ -242,12 +246,16 @@ class MaskingVocabulary:
         firsts, lasts, continuing = _word_marks(
             json.loads(tokenizer.backend_tokenizer.to_str()), directory
         )
+        # Ids without a token (gaps, a padded vocabulary) stay special: they are never drawn as a
+        # replacement.
         special = np.ones(size, bool)
         begins = np.ones(size, bool)
         ends = np.zeros(size, bool)
         special_ids = set(tokenizer.all_special_ids)
         for token, i in tokenizer.get_vocab().items():
             if i not in special_ids:
+                # Without a prefix for continuing tokens, a token continues a word unless it begins
+                # with a mark of a first one.
                 continues = not continuing or token.startswith(continuing)
                 special[i], begins[i], ends[i] = (
                     False,
@@ -257,6 +265,7 @@ class MaskingVocabulary:
         mask = tokenizer.mask_token_id
         separator = tokenizer.sep_token_id
         classifier = tokenizer.cls_token_id
+        # Any id does: the attention mask hides padding, and it has no label.
         padding = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         return cls(
             mask, separator, classifier, padding, tokenizer.eos_token_id, special, begins, ends
@@ -264,6 +273,7 @@ class MaskingVocabulary:
 
     def sha256(self) -> str:
         """Return a hash of the vocabulary."""
+        # Not the tokens' texts: masks depend only on these ids and marks.
         ids = (self.mask, self.separator, self.classifier, self.padding, self.eos)
         parts = (
             repr(ids).encode(),
@@ -276,6 +286,7 @@ class MaskingVocabulary:
         after a special token.
         """
         begins = self.begins[row]
+        # A row may begin inside a word, because windows are cut by tokens.
         begins[:1] = True
         begins[1:] |= self.ends[row[:-1]] | self.special[row[:-1]]
         return begins & ~self.special[row]
@@ -324,6 +335,7 @@ def find_tokenizer(name: str | None, prefix: str) -> Path | None:
                 "prepared with to it"
             )
         return directory
+    # Where `prepare` writes it.
     default = Path(prefix).parent / "tokenizer"
     return default if default.is_dir() else None
 
@@ -341,6 +353,7 @@ def files_sha256(directory: Path) -> str:
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return 1 + the largest id; ids may have gaps."""
+    # Not `len`: the embedding needs a row for the largest id, also if ids below it are unused.
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 

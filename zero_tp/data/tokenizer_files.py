@@ -49,6 +49,7 @@ def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            # Neither code of the directory nor the network: the ids must not depend on either.
             tokenizer: PreTrainedTokenizerBase = _opener(directory).from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False
             )
@@ -103,12 +104,14 @@ def match_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> str:
     Returns:
         The difference that remains, or "".
     """
+    # The reference, before anything is written.
     fingerprint = TokenizerFingerprint.of(tokenizer)
     problem = _difference(directory, tokenizer, fingerprint)
     if not problem:
         return ""
     old = _read_settings(directory)
     for form in _FORMS if tokenizer.is_fast else ():
+        # Files of another form would be read beside the new ones.
         _remove(directory)
         tokenizer.save_pretrained(str(directory))
         settings = {
@@ -142,6 +145,8 @@ def _difference(
         TokenizerFingerprint.of(opened, fingerprint.probes), "here", there
     ):
         return problem
+    # The fingerprint is of the text alone; models also depend on the tokens around it, such as
+    # [CLS].
     for text in PROBES:
         before, after = (probe_ids(one, text, around=True) for one in (tokenizer, opened))
         if before != after:

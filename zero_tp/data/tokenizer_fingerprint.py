@@ -106,6 +106,7 @@ class TokenizerFingerprint(ConfigModel):
         if not names:
             return ""
         common = [text for text in self.probes if text in other.probes]
+        # Different ids of any text are a difference, whatever the parts say.
         texts = [text for text in common if self.probes[text] != other.probes[text]]
         if texts:
             return ", and ".join(
@@ -138,6 +139,7 @@ class TokenizerFingerprint(ConfigModel):
             name: a phrase for the tokenizer.
             owner: a phrase for the tokenizer of this fingerprint.
         """
+        # With this fingerprint's texts, so that all of its probes are common.
         type(self).of(tokenizer, self.probes).require_same(self, name, owner, remedy)
 
 

@@ -35,6 +35,8 @@ class MetricsFile(Callback):
         with state.tolerate_failed_write(str(self._path)):
             if not self._is_cut:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
+                # At the first write that works: if the disk was full at the start, old lines would
+                # stay and steps would be there twice.
                 unreadable = cut_metrics(self._path, self._first_step)
                 self._is_cut = True
                 if unreadable:
@@ -100,6 +102,7 @@ def cut_metrics(path: Path, last_step: int) -> int:
         for line, record in zip(lines, records, strict=True)
         if record is not None and record[0] <= last_step
     ]
+    # An unchanged file is not replaced: somebody may be following it with `tail -f`.
     if remaining != lines:
         write_atomically(path, b"".join(remaining))
     return records.count(None)
@@ -110,6 +113,7 @@ def append_line(path: Path, line: bytes) -> None:
     with path.open("ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:
+            # A write may be short, for example on a full disk; the next call then raises.
             while line:
                 line = line[file.write(line) :]
         except OSError:

@@ -54,6 +54,7 @@ class StepProfiler(Callback):
             or not self.first <= state.step <= self.last
         ):
             return
+        # A run that resumes in the middle names its files by what it has recorded.
         self.first = state.step
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
         if self._cuda:

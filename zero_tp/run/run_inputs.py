@@ -72,11 +72,15 @@ class RunInputs:
         )
         self.model_config = self._model_config()
         self.samples, self.validation = self._samples()
+        # A run that resumes needs no initial weights, and its directory of `from_pretrained` may be
+        # gone.
         if not complete_steps(directory):
             self.pretrained()
             if self.config.pretrained is not None and self.tokenizer is not None:
                 check_same_tokens(self.tokenizer, resolve(self.config.pretrained))
         corpora = (*self.samples.corpora, *(self.validation.corpora if self.validation else ()))
+        # An id outside the vocabulary would be an index outside the embedding: an assertion in a
+        # CUDA kernel, hours later.
         for corpus in corpora if hash_tokens else ():
             corpus.check_vocabulary(self.model_config.vocab_size)
         self.notes = self._compare_tokenizers() if hash_tokens else []
@@ -97,6 +101,7 @@ class RunInputs:
         recorded = [one for one in self._corpus_fingerprints.values() if one is not None]
         if self._tokenizer is None:
             return recorded[0] if recorded else None
+        # With the texts of the corpora's fingerprints, so that all can be compared.
         return TokenizerFingerprint.of(
             self._tokenizer, [text for one in recorded for text in one.probes]
         )
@@ -188,6 +193,7 @@ class RunInputs:
         sizes = (self.config.global_batch, self.config.micro_batch, self.config.accumulation)
 
         def read(step: int) -> list[Any]:
+            # Steps count from 1, and samples from 0.
             return self.samples.rank_batches(step - 1, *sizes, topology.data_rank, topology.data)
 
         return ReadAhead(read, last)
@@ -295,6 +301,8 @@ class RunInputs:
                 f"{self.tokenizer} has {size} "
                 f"tokens; set it to {size} or more"
             )
+        # Fields that the architecture reads, such as `pad_token_id`: they change training, so only
+        # the config may set them.
         used_ids = fields_of(hf_config.model_type).read
         for name, token in special_token_ids(tokenizer).items():
             is_set = name in self.config.zero_tp.model or (

@@ -63,9 +63,12 @@ def start_training(
     is_rank_zero = environment.rank == 0
     config = inputs.config
     block = inputs.config.zero_tp
+    # Before ranks connect, because a rank may hang there, too.
     _start_watchdog(watch, block.training.timeouts, environment)
     with run_directory(inputs.directory) if is_rank_zero else nullcontext() as owner:
         topology, device = connect_deepspeed(config, environment)
+        # `connect_deepspeed` has joined the store. The client of the start is idle from here on, so
+        # the watchdog may use it alone.
         if environment.world > 1:
             watch.connect(environment.store.join())
         _check_shared_directory(inputs.directory, owner)
@@ -81,7 +84,9 @@ def start_training(
             known=known,
             check_owner=check_owner,
         )
+        # A run that resumes draws no weights: they would be overwritten (`Zeros`).
         source = start.weights(inputs)
+        # `deepspeed.initialize` prints instead of logging.
         with suppress_output(verbose):
             engine = _build_engine(inputs, topology, device, source, model)
             start.restore(engine.zero, block.training.seed)
@@ -94,6 +99,7 @@ def start_training(
                     inputs.directory, start.step
                 ):  # before logs are cut at that step
                     print(line)
+        # Inside the directory's block: the lock and `rank0.pid` last as long as training.
         yield TrainState(inputs, engine, start.step, start.parent, check_owner)
         watch.leave()
 

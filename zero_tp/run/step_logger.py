@@ -41,6 +41,8 @@ class StepTimer:
         self._clock = clock
         self.elapsed = 0.0
         self._first = self._begin = clock()
+        # Two memories: a line has the mean of all steps since the last line, the estimate the
+        # median of recent ones.
         self._unread = list[float]()
         self._recent = deque[float](maxlen=window)
 
@@ -107,6 +109,7 @@ class StepLogger(Callback):
         )
         self._peak = None
         if engine.device.type == "cuda":
+            # In fp32 the peak depends on it: TF32 products are done by the tensor cores.
             allow_tf32 = torch.backends.cuda.matmul.allow_tf32
             self._peak = peak_flops(torch.cuda.get_device_name(), engine.dtype, allow_tf32)
         self._timer = StepTimer()
@@ -116,12 +119,14 @@ class StepLogger(Callback):
         """Show a progress bar if stdout and stderr are terminals."""
         total = state.total_steps
         step = state.step
+        # In a file, a bar would be a line for each of its updates.
         hidden = not (state.is_rank_zero and sys.stdout.isatty() and sys.stderr.isatty())
         self.bar: tqdm[NoReturn] = tqdm(
             total=total, initial=step, unit="step", dynamic_ncols=True, leave=False, disable=hidden
         )
 
     def on_step_begin(self, state: TrainState) -> None:
+        # Before the step: the scheduler moves on at its end, to the rate of the next one.
         self._learning_rate = state.engine.learning_rate
         self._timer.start()
 

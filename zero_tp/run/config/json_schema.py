@@ -67,6 +67,8 @@ def json_schema() -> Json:
         "type",
         {name: _with_params(block) for name, block in SCHEDULES.items()},
     )
+    # One schema for three classes: which one is used depends on other keys, which a schema cannot
+    # follow.
     adam: type[BaseModel] = create_model("Adam", __base__=(TorchAdam, FusedAdam, CPUAdam))
     optimizers = {"SGD": _with_params(SGD, "optimizer"), ANY_ADAM: _with_params(adam, "optimizer")}
     types: Json = {"anyOf": [{"enum": list(OPTIMIZERS)}, {"pattern": f"^{ANY_ADAM}$"}]}
@@ -122,6 +124,8 @@ def _with_fields(model_type: str) -> Json:
         *inspect.get_annotations(config_class),
         *ARCHITECTURES[model_type].fields.undeclared,
     }
+    # transformers accepts other names for some fields, such as num_hidden_layers for GPT-2's
+    # n_layer.
     names |= {alias for alias, name in config_class.attribute_map.items() if name in names}
     return {"properties": dict.fromkeys(sorted(names), True), "additionalProperties": False}
 

@@ -112,6 +112,7 @@ def _pretrained_config(model: dict[str, Any], saved: dict[str, Any] | None) -> P
                 problem,
                 f"leave it out; only {', '.join(allowed)} can be given",
             )
+    # A resumed run reads its weights from the checkpoint, so the directory may be gone.
     if saved is not None and not Path(directory).exists():
         return config_from_json(saved, Path(directory), **changes)
     return config_from_directory(resolve(directory, key, weights=False), key, **changes)
@@ -140,6 +141,7 @@ def _check_length(zero_tp: ZeroTP, positions: int, config: PreTrainedConfig) -> 
             "use another model" if FROM_PRETRAINED in zero_tp.model else f"raise {MODEL_KEY}.{name}"
         )
         raise ConfigError(key, problem, f"shorten it, or {longer}")
+    # Each rank holds length / tensor positions of every row.
     if zero_tp.parallel.sequence and length % tensor:
         inequality = f"{length} ≠ tensor {tensor} × {length / tensor:.4g} tokens a rank"
         remedy = f"use a multiple of {tensor}, or set zero_tp.parallel.sequence to false"

@@ -108,7 +108,11 @@ class RunConfig:
                 SCHEMA, "expected a string", "give the path of the schema, or leave it out"
             )
         use_current_names(values)
+        # "auto" is a string, which the types of most keys refuse. So these keys are absent until
+        # their values are known.
         auto_keys = pop_autos(values)
+        # The optimizer's class decides which params are valid, so it is chosen before types are
+        # checked.
         choose_implementation(values)
 
         # 1. Types: errors of single keys. An "auto" has no value yet.
@@ -116,6 +120,7 @@ class RunConfig:
         zero_tp, hf_config, batch = _check_keys(values, block, auto_keys, world_size, saved)
 
         # 2. Fill in defaults, "auto" and batch sizes.
+        # Steps first: the length of a schedule may be "auto", which is the number of steps.
         zero_tp = _fill_steps(zero_tp, batch.total)
         lines = fill(values, auto_keys, batch, zero_tp.training.steps, hf_config.hidden_size, saved)
         settings = parse_settings(values)
@@ -262,6 +267,7 @@ class RunConfig:
 
         For an encoder without a sentence head, `architectures` names the class without one.
         """
+        # A copy, because callers and transformers change its fields.
         config = copy.deepcopy(self._hf_config)
         config._attn_implementation = self.zero_tp.attention
         masked = self.zero_tp.masked
@@ -297,12 +303,15 @@ def _check_keys(
     batch = None
     data = None
     with collector:
+        # Each block of this function adds its errors to the collector, so that one start shows all
+        # wrong keys.
         parse_settings(values, auto_keys=auto_keys)
     with collector:
         zero_tp = _check_block(block)
     if zero_tp is not None and world_size is not None:
         with collector:
             data = data_parallel_size(world_size, zero_tp.parallel.tensor)
+    # A sum of batch sizes that are wrong by themselves would only repeat their errors.
     if not any(error.key.partition(".")[0] in BATCH_FIELDS for error in collector.errors):
         with collector:
             batch = resolve_batch(values, data)
@@ -312,6 +321,7 @@ def _check_keys(
         with collector:
             if zero_tp is not None:
                 zero_tp, hf_config = _pin_and_check_model(zero_tp, saved)
+            # The rest of the block is wrong. Errors of the model are shown nevertheless.
             elif isinstance(model, dict):
                 model_config(model)
     collector.raise_all()
@@ -348,6 +358,8 @@ def _pin_and_check_model(
     key = f"{MODEL_KEY}.{FROM_PRETRAINED}"
     earlier = None if saved is None else saved.config
     if FROM_PRETRAINED in model:
+        # The commit of the first start: a name without one follows the hub's branch, and a resumed
+        # run would change its model.
         model[FROM_PRETRAINED] = pin_to_first_start(model[FROM_PRETRAINED], look_up(earlier, key))
     hf_config = check_model(zero_tp, None if saved is None else saved.model)
     if FROM_PRETRAINED in model:
@@ -370,6 +382,7 @@ def _fill_steps(zero_tp: ZeroTP, samples: int | None) -> ZeroTP:
         raise ConfigError(
             "zero_tp.training.tokens", problem, "give --world-size N, or train_batch_size"
         )
+    # Rounded up: the run trains on at least so many tokens.
     steps = math.ceil(training.tokens / (samples * zero_tp.data.sequence_length))
     return zero_tp.model_copy(
         update={"training": training.model_copy(update={"steps": steps, "tokens": None})}
