@@ -314,8 +314,9 @@ def _export_notes(inputs: RunInputs) -> list[str]:
 
 
 def _missing(path: Path, config: RunConfig) -> str:
-    """Describe a missing file; suggest the corpora in the directory of the same name, if there
-    is one.
+    """Describe a missing file.
+
+    If there is a directory of the same name, suggest the corpora in it.
     """
     on_hub = " and asks the Hugging Face hub for" if str(path) in config.hub_names else ""
     corpora = sorted(str(index.with_suffix("")) for index in path.with_suffix("").glob("*.idx"))

@@ -95,8 +95,9 @@ def to_hf(options: argparse.Namespace) -> None:
 
 
 def push(directory: Path, name: str) -> str:
-    """Upload an exported model to the Hugging Face hub, with the token of `hf auth login`; return
-    its address.
+    """Upload an exported model to the Hugging Face hub; return its address.
+
+    It uses the token of `hf auth login`.
 
     Raises:
         UserError: the name is invalid, the hub cannot be reached, or it refuses the model.

@@ -39,8 +39,9 @@ def piece_bytes(ending: str) -> int:
 
 
 def open_decompressed(name: str, ending: str, stored: Iterator[bytes]) -> io.BufferedReader:
-    """Return the content of a file, whose bytes `stored` yields in pieces. Reading raises what
-    `_decompress` does.
+    """Return the content of a file, whose bytes `stored` yields in pieces.
+
+    Reading raises what `_decompress` does.
     """
     pieces = _decompress(name, stored, COMPRESSIONS[ending]) if ending in COMPRESSIONS else stored
     return io.BufferedReader(_ByteStream(pieces), _READ_BYTES)

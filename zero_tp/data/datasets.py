@@ -1,5 +1,6 @@
-"""A corpus, or a blend of several, as PyTorch's two kinds of data set, for plain loops and
-`transformers.Trainer`.
+"""A corpus, or a blend of several, as PyTorch's two kinds of data set.
+
+They serve plain loops and `transformers.Trainer`.
 
 Both yield the samples of `PackedSamples`, in its order.
 """
@@ -22,8 +23,9 @@ Prefixes = str | Path | Mapping[str, float]
 
 
 class CorpusDataset(Dataset[dict[str, Tensor]]):
-    """A corpus as a map-style data set: item k has `input_ids` and `labels`, int64 [s] each, the
-    same ids.
+    """A corpus as a map-style data set.
+
+    Item k has `input_ids` and `labels`, int64 [s] each, the same ids.
 
     It is already shuffled, in a new order for each pass.
 
@@ -77,8 +79,9 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
 
 
 class CorpusStream(IterableDataset[dict[str, Tensor]]):
-    """A corpus as an iterable data set: the items of `CorpusDataset`, divided among ranks and a
-    DataLoader's workers.
+    """A corpus as an iterable data set.
+
+    It yields the items of `CorpusDataset`, divided among ranks and a DataLoader's workers.
 
     Worker w of W of rank r of R yields the items k with (k - first) mod (R·W) = r·W + w.
 

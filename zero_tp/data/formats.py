@@ -37,8 +37,10 @@ _ROWS = 256  # rows of a table in memory at once
 
 
 def import_optional(module: str, purpose: str, extra: str = "data") -> ModuleType:
-    """Import a library of an extra. UserError: it is not installed; names the command that
-    installs it.
+    """Import a library of an extra.
+
+    Raises:
+        UserError: it is not installed; names the command that installs it.
     """
     try:
         return importlib.import_module(module)
@@ -72,8 +74,10 @@ def _lines(source: Source, file: IO[bytes]) -> Iterator[Record]:
 
 
 def choose_json_key(source: Source, records: Sequence[Record]) -> None:
-    """Choose the field of the text from the objects of the first block. UserError: they have no
-    such field.
+    """Choose the field of the text from the objects of the first block.
+
+    Raises:
+        UserError: they have no such field.
     """
     fields: dict[str, str | None] = {}
     for _, content in records:
@@ -129,8 +133,9 @@ def _json_array(source: Source, file: io.BufferedReader) -> Iterator[Record]:
 
 
 def _text(source: Source, file: IO[bytes]) -> Iterator[Record]:
-    """Yield the documents of a .txt file: the file, its lines, or its paragraphs between blank
-    lines.
+    """Yield the documents of a .txt file.
+
+    A document is the file, a line, or a paragraph between blank lines (`document_unit`).
     """
     if source.document_unit == "file":
         yield Record(0, _limit(file.read(MAX_LINE_BYTES + 1), "document"))
@@ -156,8 +161,9 @@ def _text(source: Source, file: IO[bytes]) -> Iterator[Record]:
 
 
 def choose_columns(source: Source, fields: Mapping[str, str | None]) -> list[str]:
-    """Choose the field of the text of a table, and return the columns to read; `fields` as in
-    `choose_key`.
+    """Choose the field of the text of a table; return the columns to read.
+
+    `fields` is that of `choose_key`.
     """
     source.key = choose_key(fields, source)
     if source.key == EVERY_STRING:
@@ -166,8 +172,9 @@ def choose_columns(source: Source, fields: Mapping[str, str | None]) -> list[str
 
 
 def _csv(source: Source, file: io.BufferedReader) -> Iterator[Record]:
-    """Yield the rows of a .csv file: a header, commas, double quotes, and line breaks inside
-    quotes.
+    """Yield the rows of a .csv file, which begins with a header.
+
+    Fields are separated by commas. In double quotes, they may contain line breaks.
     """
     # Python's own limit is 131,072 characters a field, less than many documents.
     csv.field_size_limit(MAX_LINE_BYTES)
@@ -274,8 +281,9 @@ def _ipc_batches(source: Source, file: IO[bytes]) -> Iterator[Any]:
 
 
 def _column_values(column: Any, pyarrow: ModuleType) -> list[Any]:
-    """Return the values of a column as JSON has them: texts, lists of them and dicts; None for all
-    other values.
+    """Return the values of a column as JSON has them.
+
+    They are texts, lists of them and dicts. All other values are None.
 
     A text is returned as bytes, because one that is not UTF-8 is a problem of its row alone.
     Reading a damaged column unchecked would crash the process; validation raises ArrowInvalid.

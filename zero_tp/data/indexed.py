@@ -61,8 +61,9 @@ _OPENING_CHECKS = (
 
 
 class CorpusContent(NamedTuple):
-    """The SHA-256 of PREFIX.bin, and the smallest and largest of its ids (0 and -1 if it has
-    none).
+    """The SHA-256 of PREFIX.bin, and its smallest and largest id.
+
+    Without ids they are 0 and -1.
     """
 
     sha256: str
@@ -167,8 +168,10 @@ class IndexedCorpus:
         )
 
     def _check_index(self, max_blocks: int | None = None) -> None:
-        """Check sequences and document boundaries, in at most `max_blocks` blocks of the index;
-        None: in all.
+        """Check sequences and document boundaries.
+
+        Args:
+            max_blocks: how many blocks of the index to look at; None: all.
         """
         for block in _blocks(len(self._sizes), max_blocks):
             sizes = self._sizes[block].astype(np.int64)
@@ -197,8 +200,9 @@ class IndexedCorpus:
 
     @cached_property
     def content(self) -> CorpusContent:
-        """The content of PREFIX.bin: from the cache, else by reading all of it (a core hashes 1.8
-        GB/s).
+        """The content of PREFIX.bin.
+
+        It is read from the cache, else by reading all of the file (a core hashes 1.8 GB/s).
 
         The cache does not notice damage by a disk, which changes no times.
         """
@@ -224,8 +228,9 @@ class IndexedCorpus:
         return content
 
     def _stamp(self) -> list[int]:
-        """Return the size and times of both files. Every write changes them, because no program
-        can set the ctime.
+        """Return the size and times of both files.
+
+        Every write changes them, because no program can set the ctime.
         """
         files = [path.stat() for path in (bin_path(self.prefix), idx_path(self.prefix))]
         return [
@@ -252,8 +257,10 @@ class IndexedCorpus:
     def check_vocabulary(
         self, size: int, owner: str = "model", remedy: str = _MODEL_REMEDY
     ) -> None:
-        """Check that all token ids are below `size`, that of the owner's vocabulary. UserError:
-        one is not.
+        """Check that all token ids are below `size`, that of the owner's vocabulary.
+
+        Raises:
+            UserError: one is not.
         """
         wrong = self.content.smallest if self.content.smallest < 0 else self.content.largest
         if self.content.smallest < 0 or wrong >= size:
@@ -264,8 +271,9 @@ class IndexedCorpus:
             )
 
     def identity(self, *, hash_tokens: bool = True) -> dict[str, Any]:
-        """Return what identifies the corpus at any path: `documents`, `tokens`, `type`, `sha256`
-        and `content`.
+        """Return what identifies the corpus at any path.
+
+        The keys are `documents`, `tokens`, `type`, `sha256` and `content`.
 
         `sha256` is of PREFIX.idx and of 64 evenly spread blocks of PREFIX.bin, so it may miss a
         change of a few tokens. `content` is the hash of all of PREFIX.bin; without `hash_tokens` it
@@ -290,14 +298,18 @@ class IndexedCorpus:
         return facts | ({"content": self.content.sha256} if hash_tokens else {})
 
     def document(self, i: int) -> npt.NDArray[np.int64]:
-        """Return the token ids of document `i`, int64 [tokens of the document]. IndexError:
-        there is none.
+        """Return the token ids of document `i`, int64 [tokens of the document].
+
+        Raises:
+            IndexError: there is none.
         """
         return self.read(*self.extent(i))
 
     def extent(self, i: int) -> tuple[int, int]:
         """Return where document `i` begins in the flat stream, and its length [tokens].
-        IndexError: there is none.
+
+        Raises:
+            IndexError: there is none.
         """
         if not 0 <= i < len(self):
             raise IndexError(f"document {i} of {len(self)}")
@@ -305,8 +317,9 @@ class IndexedCorpus:
         return start, end - start
 
     def sequence_starts(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the indices, ascending, of the tokens of `read(start, count)` that begin a
-        sequence.
+        """Return which tokens of `read(start, count)` begin a sequence.
+
+        Indices into these tokens, ascending, int64.
         """
         first, last = (
             bisect_right(self._pointers, end * self.dtype.itemsize - 1)
@@ -317,8 +330,9 @@ class IndexedCorpus:
         return starts.astype(np.int64) // self.dtype.itemsize - start
 
     def document_starts(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return where documents `first` … `last` - 1 begin in the flat stream [tokens], int64
-        [last - first].
+        """Return where documents `first` … `last` - 1 begin in the flat stream.
+
+        int64 [last - first], in tokens.
 
         Document `len(self)` begins at the end of the stream. Not cached: a billion documents would
         take 8 GB.
@@ -337,8 +351,9 @@ class IndexedCorpus:
         return any((np.diff(starts) >= min_tokens).any() for starts in blocks)
 
     def document_ids(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the number of the document of each token of `read(start, count)`, int64
-        [count].
+        """Return the document's number of each token of `read(start, count)`.
+
+        int64 [count].
         """
         first, last = (self._document_of(token) for token in (start, start + count - 1))
         starts = self.document_starts(first, last + 1)
@@ -352,8 +367,10 @@ class IndexedCorpus:
         return bisect_right(self._documents, sequence) - 1
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Copy tokens `start` … `start + count - 1` of the stream, int64 [count]. IndexError:
-        out of range.
+        """Copy tokens `start` … `start + count - 1` of the stream, int64 [count].
+
+        Raises:
+            IndexError: out of range.
         """
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens {start} to {start + count} of {self.tokens} in {self.prefix}")
@@ -376,8 +393,10 @@ def _cache_entry(stamp: list[int], content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_report(path: Path, sha256: str) -> None:
-    """Compare a file's SHA-256 with that in `prepare`'s report, if there is one. UserError: they
-    differ.
+    """Compare a file's SHA-256 with that in `prepare`'s report, if there is one.
+
+    Raises:
+        UserError: they differ.
     """
     try:
         recorded = read_object(path.with_name(REPORT))["files"][path.name]["sha256"]

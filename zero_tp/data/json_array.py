@@ -1,5 +1,6 @@
-"""Split a JSON array into its elements, unparsed: the parser of JSON lines then reads each of
-them.
+"""Split a JSON array into its elements, without parsing them.
+
+The parser of JSON lines then reads each of them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Samples of the masked objective: two segments of a document, in order or swapped, with whole
-words masked.
+"""Samples of the masked objective.
+
+A sample is two segments of a document, in order or swapped, with whole words masked.
 
 A row is `[CLS] A [SEP] B [SEP]`, padded to the sequence length s. A and B are consecutive segments
 of a document, s - 3 tokens together; B begins with a sentence. Half of the samples have them
@@ -110,8 +111,9 @@ class Masking:
 def ngrams(
     sizes: list[int], follows: list[bool], budget: int, max_ngram: int, randoms: Iterator[float]
 ) -> Iterator[tuple[int, int]]:
-    """Yield disjoint n-grams as (first word, n), until `budget` tokens are selected or no other
-    word fits.
+    """Yield disjoint n-grams as (first word, n).
+
+    They end when `budget` tokens are selected or no other word fits.
 
     n is drawn first, with probability ∝ 1/n, and then one of its free places, all with the same
     probability. If none is left for n words within the budget, n - 1 words are tried; this happens
@@ -157,8 +159,9 @@ def ngrams(
 def trim(
     parts: Sequence[npt.NDArray[np.int64]], limit: int, randoms: Iterator[float]
 ) -> list[npt.NDArray[np.int64]]:
-    """Trim parts of a row to `limit` tokens in all: the longest part loses one token at a time,
-    at either end.
+    """Trim parts of a row to `limit` tokens in all.
+
+    The longest part loses one token at a time, at either end.
     """
     spans = [[0, len(part)] for part in parts]
     for _ in range(sum(map(len, parts)) - limit):
@@ -193,8 +196,9 @@ class DocumentWindows:
         self._before = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
     def _counts(self, first: int) -> npt.NDArray[np.int64]:
-        """Return the windows of each of the documents from `first` on, int64 [at most
-        _DOCUMENTS].
+        """Return the number of windows of each document from `first` on.
+
+        int64 [at most _DOCUMENTS].
         """
         sizes = np.diff(self.corpus.document_starts(first, first + _DOCUMENTS + 1))
         return (sizes + (self.length - self.shortest)) // self.length
@@ -240,8 +244,9 @@ class MaskedRowBuilder:
         return 3 if self.sentence_order else 2
 
     def windows(self, corpus: IndexedCorpus) -> DocumentWindows:
-        """Return the windows of a corpus, the shortest with the eos token and one token for each
-        segment.
+        """Return the windows of a corpus.
+
+        The shortest has room for the eos token and one token for each segment.
         """
         return DocumentWindows(
             corpus, self.sequence_length - self.special_count, self.special_count
@@ -250,8 +255,9 @@ class MaskedRowBuilder:
     def row(
         self, windows: DocumentWindows, w: int, randoms: Iterator[float]
     ) -> dict[str, npt.NDArray[np.int64]]:
-        """Return window w as a row of a `MaskedBatch`, by name; `randoms` yields its random
-        numbers.
+        """Return window w as a row of a `MaskedBatch`, by name.
+
+        `randoms` yields its random numbers.
         """
         tokens, begins = self._window(windows, w)
         if not self.sentence_order:
@@ -270,16 +276,18 @@ class MaskedRowBuilder:
         return self._assemble(parts, next(randoms) < 0.5, randoms)
 
     def empty(self) -> dict[str, npt.NDArray[np.int64]]:
-        """Return a row that is not scored: padding after a [CLS], because softmax needs one
-        visible token.
+        """Return a row that is not scored.
+
+        It has padding after a [CLS], because softmax needs one visible token.
         """
         return self._assemble([], IGNORE_INDEX, iter(()))
 
     def _assemble(
         self, parts: list[npt.NDArray[np.int64]], swapped: int, randoms: Iterator[float]
     ) -> dict[str, npt.NDArray[np.int64]]:
-        """Return a masked row of segments in the order of the text; `swapped` is its
-        `next_sentence_label`.
+        """Return a masked row of segments.
+
+        The parts are in the order of the text; `swapped` is the row's `next_sentence_label`.
         """
         vocabulary = self.masking.vocabulary
         s = self.sequence_length
@@ -309,8 +317,9 @@ class MaskedRowBuilder:
     def _window(
         self, windows: DocumentWindows, w: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the tokens of window w without the eos token, and the starts of all sentences
-        but the first.
+        """Return the tokens of window w, and where its sentences begin.
+
+        The eos token and the start of the first sentence are left out.
         """
         corpus = windows.corpus
         length = windows.length
@@ -363,8 +372,9 @@ class MaskedSamples(TrainingSamples[MaskedBatch]):
         super().__init__(prefixes, corpora, [len(windows) for windows in self._windows], seed)
 
     def identities(self, *, hash_tokens: bool = True) -> dict[str, dict[str, Any]]:
-        """Return prefix → `IndexedCorpus.identity`, and `vocabulary`: the hash of the masking
-        vocabulary.
+        """Return prefix → `IndexedCorpus.identity` with `vocabulary`.
+
+        That is the hash of the masking vocabulary.
         """
         identities = super().identities(hash_tokens=hash_tokens)
         vocabulary = self.row_builder.masking.vocabulary
@@ -387,8 +397,9 @@ class MaskedSamples(TrainingSamples[MaskedBatch]):
 
 
 class MaskedValidation(FixedSamples[MaskedBatch]):
-    """Validation samples of the masked objective: all windows of held-out corpora, with the same
-    masks each time.
+    """Validation samples of the masked objective.
+
+    They are all windows of held-out corpora, with the same masks each time.
     """
 
     def __init__(self, prefixes: Collection[str], row_builder: MaskedRowBuilder) -> None:

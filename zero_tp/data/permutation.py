@@ -20,8 +20,9 @@ _BLOCK = 256  # random numbers that are computed at once
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Mix 64 bits with the finalizer of SplitMix64. x: any shape, at least 1-D (numpy warns if a
-    scalar wraps).
+    """Mix 64 bits with the finalizer of SplitMix64.
+
+    x has any shape of at least one dimension, because NumPy warns if a scalar wraps.
     """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -39,8 +40,9 @@ def _fold_key(key: tuple[int, ...]) -> npt.NDArray[np.uint64]:
 
 
 def uniforms(*key: int) -> Iterator[float]:
-    """Yield random numbers of [0, 1) without end, a pure function of `key` (SplitMix64, its
-    upper 53 bits).
+    """Yield random numbers of [0, 1) without end, a pure function of `key`.
+
+    They are the upper 53 bits of SplitMix64's outputs.
     """
     state = _fold_key(key)
     steps = np.arange(1, _BLOCK + 1, dtype=np.uint64) * _GOLDEN
@@ -75,8 +77,10 @@ class Permutation:
         self._keys = _mix(_fold_key(key) + np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN)
 
     def entries(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the entries at these indices, int64 [indices]. IndexError: one is outside 0 …
-        size-1.
+        """Return the entries at these indices, int64 [indices].
+
+        Raises:
+            IndexError: one is outside 0 … size-1.
         """
         if numbers.size and not (numbers.min() >= 0 and numbers.max() < self.size):
             raise IndexError(

@@ -233,8 +233,9 @@ def text_of(record: dict[str, Any], location: str, text_key: str) -> str:
 
 
 def choose_key(fields: Mapping[str, str | None], source: Source) -> str:
-    """Return the field of the text: the `text_key`, or the first of `TEXT_KEYS`, or the only field
-    that is a string.
+    """Return the field of the text.
+
+    It is the `text_key`, or the first of `TEXT_KEYS`, or the only field that is a string.
 
     `fields`: name → None for strings, else the name of its type. UserError: there is no such field.
     """

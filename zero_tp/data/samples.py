@@ -117,8 +117,9 @@ class TrainingSamples(ABC, Generic[BatchType]):
 
 
 class PackedSamples(TrainingSamples[Batch]):
-    """Training samples of the causal objective: `samples[k]` is int64 [s + 1], inputs `[:-1]` and
-    targets `[1:]`.
+    """Training samples of the causal objective.
+
+    `samples[k]` is int64 [s + 1], inputs `[:-1]` and targets `[1:]`.
 
     A corpus' token stream is cut into windows of s + 1 tokens at stride s, so an epoch has each
     target exactly once (except in the tail of fewer than s tokens, which fills no window). Ten
@@ -177,8 +178,9 @@ class PackedSamples(TrainingSamples[Batch]):
 
 
 def _count_targets(corpus: IndexedCorpus, separate: bool) -> int:
-    """Return the tokens but the first; 0 if documents are separate and none has a second token
-    to predict.
+    """Return the number of tokens but the first.
+
+    0 if documents are separate and none has a second token to predict.
     """
     return 0 if separate and not corpus.has_document_with(2) else max(0, corpus.tokens - 1)
 
@@ -279,8 +281,9 @@ class FixedSamples(ABC, Generic[BatchType]):
         return int(self._first[-1])
 
     def shares(self, limit: int) -> list[tuple[float, int]]:
-        """Return the share of each corpus in the weights, and its windows of `limit` by that
-        share, at least one.
+        """Return (share in the weights, number of windows) of each corpus.
+
+        Its windows are its share of `limit`, at least one.
         """
         # At least one, because a corpus without a window would have no figure.
         return [(weight, max(1, round(limit * weight))) for weight in self._weights]
@@ -292,8 +295,9 @@ class FixedSamples(ABC, Generic[BatchType]):
 
     @abstractmethod
     def _batch(self, numbers: list[int], rows: int) -> BatchType:
-        """Return windows as the first rows of a batch of `rows`; the other rows have only labels
-        -100.
+        """Return windows as the first rows of a batch of `rows`.
+
+        The other rows have only labels -100.
         """
 
     def batches(
@@ -304,8 +308,9 @@ class FixedSamples(ABC, Generic[BatchType]):
         data_size: int,
         corpus: int | None = None,
     ) -> Iterator[BatchType]:
-        """Yield one rank's batches, of one shape and as many on every rank: ZeRO-3 gathers weights
-        in lock-step.
+        """Yield one rank's batches.
+
+        All have one shape, and every rank has as many: ZeRO-3 gathers weights in lock-step.
 
         Five windows, m = 2, d = 2; a dot is a row without labels:
 
@@ -334,8 +339,9 @@ class FixedSamples(ABC, Generic[BatchType]):
 
 
 class ValidationSamples(FixedSamples[Batch]):
-    """Validation samples of the causal objective: all held-out tokens but a corpus' first are
-    targets exactly once.
+    """Validation samples of the causal objective.
+
+    All held-out tokens but a corpus' first are targets exactly once.
 
     Windows of s inputs at stride s; the last window of a corpus is padded with token 0 and labels
     -100. With `separate` documents (see batch.py), the first token of each is no target either.

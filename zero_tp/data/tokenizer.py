@@ -1,5 +1,6 @@
-"""Load the tokenizer of a Hugging Face directory, encode documents, and read the properties that
-masking uses.
+"""Load the tokenizer of a Hugging Face directory, and encode documents with it.
+
+It also reads the properties of a vocabulary that masking uses.
 """
 
 from __future__ import annotations
@@ -86,11 +87,13 @@ def _set_eos(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path, source: Path) -> None:
-    """Save a corpus's tokenizer. UserError: transformers would not open the saved files with the
-    same ids.
+    """Save a corpus's tokenizer.
 
     Args:
         source: the directory that it was opened from.
+
+    Raises:
+        UserError: transformers would not open the saved files with the same ids.
     """
     tokenizer.save_pretrained(str(directory))
     if problem := match_tokenizer(directory, tokenizer):
@@ -100,8 +103,9 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path, source: 
 
 
 def corpus_fingerprint(prefix: str) -> TokenizerFingerprint | None:
-    """Return the fingerprint of a corpus's tokenizer that `prepare` recorded; None: it recorded
-    none.
+    """Return the fingerprint of a corpus's tokenizer, as `prepare` recorded it.
+
+    None: it recorded none.
     """
     path = bin_path(prefix).with_name(REPORT)
     try:
@@ -154,8 +158,9 @@ class DocumentEncoder:
         self.end_of_document: str | None = None if eos is None else self._backend.id_to_token(eos)
 
     def encode(self, texts: list[str]) -> list[EncodedDocument]:
-        """Return each text's token ids, eos at the end, and the starts of its sentences, if
-        there is a language.
+        """Return each text's token ids and the starts of its sentences.
+
+        The eos comes last. Sentences are split if there is a language.
         """
         self._backend.encode_special_tokens = True  # a pickled tokenizer forgets it
         encode = (
@@ -233,8 +238,10 @@ class MaskingVocabulary:
     def from_tokenizer(
         cls, tokenizer: PreTrainedTokenizerFast, directory: Path, size: int
     ) -> MaskingVocabulary:
-        """Read a tokenizer with ids below v = `size`. UserError: it lacks special tokens, or
-        marks of words.
+        """Read a tokenizer with ids below v = `size`.
+
+        Raises:
+            UserError: it lacks special tokens, or marks of words.
         """
         if missing := missing_for_masking(tokenizer):
             raise UserError(
@@ -282,8 +289,9 @@ class MaskingVocabulary:
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def word_begins(self, row: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return which tokens of a row begin a word, bool [s]; also its first, and the first
-        after a special token.
+        """Return which tokens of a row begin a word, bool [s].
+
+        Its first token does, too, and the first one after a special token.
         """
         begins = self.begins[row]
         # A row may begin inside a word, because windows are cut by tokens.
@@ -295,8 +303,10 @@ class MaskingVocabulary:
 def _word_marks(
     serialized: dict[str, Any], directory: Path
 ) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Return the marks of words: prefixes of first tokens, suffixes of last tokens, the prefix of
-    continuing tokens.
+    """Return the marks of words.
+
+    They are the prefixes of first tokens, the suffixes of last tokens, and the prefix of continuing
+    tokens.
 
     If the third is "", a token without one of the first prefixes continues a word.
     """
@@ -322,8 +332,9 @@ def _word_marks(
 
 
 def find_tokenizer(name: str | None, prefix: str) -> Path | None:
-    """Return the directory of the tokenizer `name` (a directory, or on the hub), else `tokenizer/`
-    next to `prefix`.
+    """Return the directory of the tokenizer `name`, else that beside `prefix`.
+
+    `name` is a directory or a name on the hub; the other is `tokenizer/`, or None.
 
     UserError: there is no tokenizer `name`.
     """
@@ -367,7 +378,6 @@ def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 def check_same_tokens(data: Path, model: Path) -> None:
     """Check that each token id is the same token for a model's weights and for the corpus.
-    UserError: one is not.
 
     Either may have ids that the other lacks, such as added tokens. A directory without a tokenizer
     is not compared.
@@ -375,6 +385,9 @@ def check_same_tokens(data: Path, model: Path) -> None:
     Args:
         data: directory of the corpus' tokenizer.
         model: the Hugging Face directory of the weights.
+
+    Raises:
+        UserError: one is not.
     """
     ours = _tokens(data)
     theirs = _tokens(model)

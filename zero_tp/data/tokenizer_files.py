@@ -41,8 +41,10 @@ _DROPPED = ("auto_map", "is_local", "local_files_only")
 
 
 def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Open the tokenizer of a Hugging Face directory, without running code from it. UserError:
-    it can't be read.
+    """Open the tokenizer of a Hugging Face directory, without running code from it.
+
+    Raises:
+        UserError: it can't be read.
     """
     for name in TOKENIZER_FILES:
         is_regular(directory / name)  # raises for a pipe, on which reading would wait
@@ -67,8 +69,9 @@ def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def _opener(directory: Path) -> Any:
-    """Return AutoTokenizer, or the class that it would choose: AutoTokenizer imports torch,
-    which takes a second.
+    """Return AutoTokenizer, or the class that it would choose.
+
+    AutoTokenizer imports torch, which takes a second.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -85,8 +88,9 @@ def _opener(directory: Path) -> Any:
 
 
 def copy_tokenizer(source: Path, directory: Path, positions: int | None) -> None:
-    """Copy a tokenizer's files and no others; set its `model_max_length` to the model's
-    positions.
+    """Copy a tokenizer's files and no others.
+
+    Its `model_max_length` becomes the model's number of positions.
     """
     for name in TOKENIZER_FILES:
         if is_regular(source / name):
@@ -133,8 +137,9 @@ def match_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> str:
 def _difference(
     directory: Path, tokenizer: PreTrainedTokenizerBase, fingerprint: TokenizerFingerprint
 ) -> str:
-    """Describe how transformers opens a directory's tokenizer otherwise than `tokenizer`; "" if
-    it does not.
+    """Describe how transformers opens a directory's tokenizer.
+
+    "" if it opens it as `tokenizer`.
     """
     try:
         opened = open_tokenizer(directory)

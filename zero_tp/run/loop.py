@@ -1,5 +1,6 @@
-"""The training loop: it runs steps, decides when to evaluate, save and stop, and leaves all else
-to callbacks.
+"""The training loop.
+
+It runs steps, and decides when to evaluate, save and stop. All else is done by callbacks.
 """
 
 from __future__ import annotations

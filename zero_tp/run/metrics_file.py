@@ -47,8 +47,9 @@ class MetricsFile(Callback):
 
 
 def metrics_line(values: Metrics) -> str:
-    """Return one strict JSON object. A non-finite value is null, and `nonfinite` says which:
-    `{"loss": "nan"}`.
+    """Return one strict JSON object.
+
+    A non-finite value is null, and `nonfinite` says which: `{"loss": "nan"}`.
     """
     nonfinite = {
         name: str(value)
@@ -62,8 +63,9 @@ def metrics_line(values: Metrics) -> str:
 
 
 def read_line(line: bytes) -> tuple[int, dict[str, float]] | None:
-    """Return (step, its other numbers by name, non-finite ones as nan); None for a line that is
-    not a record.
+    """Return (step, its other numbers by name) of a line; None if it is no record.
+
+    Non-finite numbers are nan.
     """
     try:
         record = parse_json(line)
@@ -86,8 +88,9 @@ def read_line(line: bytes) -> tuple[int, dict[str, float]] | None:
 
 
 def cut_metrics(path: Path, last_step: int) -> int:
-    """Remove the lines of steps after `last_step` and unreadable ones; return how many were
-    unreadable.
+    """Remove the lines of steps after `last_step`, and unreadable ones.
+
+    Returns how many were unreadable.
 
     A run that resumes from step k trains k + 1, … again, and the file holds each step once. A
     killed run can leave half a line.

@@ -30,8 +30,9 @@ SKIPS_IN_A_ROW = 10
 def run_callbacks(
     state: TrainState, watch: Watchdog, others: Sequence[Callback] = ()
 ) -> list[Callback]:
-    """Return the run's callbacks with `others` after its log and validation, before its guards
-    and checkpoints.
+    """Return the run's callbacks, in the order in which the loop calls them.
+
+    `others` come after its log and validation, and before its guards and checkpoints.
     """
     # The watchdog is first, because the hooks of the others may hang. Logs come before guards, so a
     # step that ends the run is in the log.
@@ -49,8 +50,9 @@ def run_callbacks(
 
 
 class Validation(Callback):
-    """Log the loss [nats] and the objective's other figures over `evaluation.batches` of the
-    validation corpora.
+    """Log the loss [nats] and the objective's other figures of validation.
+
+    They are taken over `evaluation.batches` of the validation corpora.
 
     Several corpora count by their weights in `data.validation`, whatever their sizes.
     """
@@ -193,8 +195,9 @@ class GarbageCollection(Callback):
 
 
 class SkippedSteps(Callback):
-    """Report each skipped step; fail the run after 10 in a row, or at the first with `on_nonfinite`
-    "stop".
+    """Report each skipped step.
+
+    The run fails after 10 in a row, or at the first with `on_nonfinite` "stop".
 
     In fp16 an overflow of the gradients with a finite loss only lowers the loss scale and does not
     count.

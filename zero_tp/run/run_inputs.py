@@ -95,8 +95,9 @@ class RunInputs:
 
     @cached_property
     def fingerprint(self) -> TokenizerFingerprint | None:
-        """Return the fingerprint of the run's tokenizer or, without one, of its corpora's; None
-        if none is known.
+        """Return the fingerprint of the run's tokenizer.
+
+        Without a tokenizer it is that of the corpora's; None if none is known.
         """
         recorded = [one for one in self._corpus_fingerprints.values() if one is not None]
         if self._tokenizer is None:
@@ -114,8 +115,9 @@ class RunInputs:
         }
 
     def _compare_tokenizers(self) -> list[str]:
-        """Check that all corpora have the ids of one tokenizer, the run's; return a line on
-        those that record none.
+        """Check that all corpora have the ids of the run's tokenizer.
+
+        Returns a line on those that record none.
         """
         recorded = self._corpus_fingerprints
         data = self.config.zero_tp.data
@@ -187,8 +189,9 @@ class RunInputs:
         return keys | tokenizer | content | tasks
 
     def read_ahead(self, topology: Topology, last: int) -> ReadAhead[list[Any]]:
-        """Return this rank's batches up to the step `last`: a list for each step, with one batch
-        a micro-batch.
+        """Return a reader of this rank's batches, up to the step `last`.
+
+        A step is a list with one batch a micro-batch.
         """
         sizes = (self.config.global_batch, self.config.micro_batch, self.config.accumulation)
 
@@ -199,8 +202,9 @@ class RunInputs:
         return ReadAhead(read, last)
 
     def pretrained(self) -> PretrainedSource | None:
-        """Return the source of the initial weights, None for the seed. It checks all tensors and
-        reads none.
+        """Return the source of the initial weights; None for the seed.
+
+        It checks all tensors and reads none.
         """
         if self.config.pretrained is None:
             return None
@@ -212,8 +216,9 @@ class RunInputs:
         )
 
     def check_resumed(self, checkpoint: Path, manifest: Manifest) -> None:
-        """Check that the corpora, the tokenizer and the model of `from_pretrained` are those of a
-        checkpoint.
+        """Check that the run's inputs are those of a checkpoint.
+
+        Compared are the corpora, the tokenizer and the model of `from_pretrained`.
 
         Raises:
             UserError: a corpus, the tokenizer or the model has changed since the run was started.

@@ -128,8 +128,9 @@ def _build_engine(
 
 
 def _start_watchdog(watch: Watchdog, timeouts: Timeouts, environment: RankEnvironment) -> None:
-    """Start the watchdog. A save fails by itself within twice its limit, so the watchdog allows
-    it more.
+    """Start the watchdog.
+
+    A save fails by itself within twice its limit, so the watchdog allows it more.
     """
     limits = {
         "start": 60 * timeouts.start if timeouts.start is not None else None,
@@ -142,8 +143,9 @@ def _start_watchdog(watch: Watchdog, timeouts: Timeouts, environment: RankEnviro
 
 
 def _check_shared_directory(directory: Path, owner: RunOwner | None) -> None:
-    """Check that all ranks see rank 0's run directory: each machine may have one of that name.
-    Collective.
+    """Check that all ranks see rank 0's run directory. Collective.
+
+    Each machine may have one of that name.
 
     Args:
         owner: of the directory, on rank 0.

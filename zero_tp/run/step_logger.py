@@ -27,8 +27,9 @@ WINDOW = 50  # the last steps, whose median predicts the time left
 
 
 class StepTimer:
-    """Times steps. Work between `stop` and the next `start` (validation, saving) counts for no
-    step.
+    """Times steps.
+
+    Work between `stop` and the next `start` (validation, saving) counts for no step.
 
     Attributes:
         elapsed: seconds from this object's creation to the end of the last step, with all work
@@ -62,15 +63,17 @@ class StepTimer:
         return seconds
 
     def estimate(self, steps: int) -> float:
-        """Estimate the seconds of further steps. The median of the last ones ignores a first
-        step that compiles.
+        """Estimate the seconds of further steps.
+
+        The median of the last ones ignores a first step that compiles.
         """
         return steps * statistics.median(self._recent)
 
 
 class RunProgress(NamedTuple):
-    """What the console shows in addition to metrics.jsonl: tokens of all steps, devices, and
-    times in seconds.
+    """What the console shows in addition to metrics.jsonl.
+
+    The tokens of all steps, the number of devices, and times in seconds.
     """
 
     tokens: int
@@ -80,8 +83,9 @@ class RunProgress(NamedTuple):
 
 
 class StepLogger(Callback):
-    """Log a step every `logging.interval` steps and each step that was skipped; show a progress bar
-    on terminals.
+    """Log a step every `logging.interval` steps, and each step that was skipped.
+
+    On terminals it shows a progress bar.
 
     With the interval "auto" each step is logged, but its line is printed only every `LINE_SECONDS`.
 
@@ -184,8 +188,9 @@ class StepLogger(Callback):
     def log(
         self, state: TrainState, values: Metrics, progress: RunProgress, *, line: bool = True
     ) -> None:
-        """Add the step's values to metrics.jsonl; with `line`, print them, the first time below
-        their header.
+        """Add the step's values to metrics.jsonl.
+
+        With `line` they are printed, the first time below their header.
         """
         if line:
             self._last_line = self._clock()
@@ -197,8 +202,9 @@ class StepLogger(Callback):
         state.log(values)
 
     def _is_line_due(self, state: TrainState) -> bool:
-        """Return whether to print this step's line: always, except that "auto" leaves out most
-        lines.
+        """Return whether to print this step's line.
+
+        Always, except that "auto" leaves out most lines.
         """
         is_notable = state.engine.skipped or state.engine.spike or state.is_last_step
         seconds = self._clock() - self._last_line
@@ -234,8 +240,9 @@ def format_figure(name: str, value: float) -> str:
 def format_step(
     values: Mapping[str, Any], progress: RunProgress, total_steps: int
 ) -> tuple[str, str]:
-    """Format a step's line of metrics.jsonl for the console; return the names of its columns, and
-    the line below them.
+    """Format a step's line of metrics.jsonl for the console.
+
+    Returns the names of its columns, and the line below them.
 
     "dev" is one device: an accelerator, or a CPU rank. MFU has a column where the device's peak is
     known, HFU where backward also computes some of forward again.

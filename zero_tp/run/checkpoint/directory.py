@@ -118,8 +118,9 @@ def incomplete_after(source: Path, step: int) -> tuple[str, ...]:
 
 
 def checkpoint_notes(source: Path, checkpoint: Path, manifest: Manifest) -> tuple[str, ...]:
-    """Return a line on each newer incomplete checkpoint of `source`, and on each removed key of
-    the run's config.
+    """Return lines for the log of a run that opens this checkpoint.
+
+    Each newer incomplete checkpoint of `source` has one, and each removed key of the run's config.
     """
     _, notes = drop_removed_keys(manifest.config)
     return incomplete_after(source, manifest.step) + tuple(
@@ -135,8 +136,9 @@ def _steps(run: Path) -> list[int]:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the manifest, checked against its own hash; `check_sizes` and `check_content` check
-    the listed files.
+    """Return the manifest, checked against its own hash.
+
+    `check_sizes` and `check_content` check the files that it lists.
     """
     path = checkpoint / MANIFEST
     try:
@@ -224,7 +226,8 @@ def _read_error(file: Path, error: OSError) -> UserError:
 
 
 def begin(run: Path) -> Path:
-    """Begin a save: remove the files of a killed one and make a temporary directory for the ranks.
+    """Remove the files of a killed save, and make a temporary directory for the ranks.
+
     Rank 0 calls it.
 
     The name is random: another machine's cache may resolve an old name to the previous save's
@@ -245,8 +248,9 @@ def commit(
     files: dict[str, FileDigest],
     check_owner: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Write the manifest and rename the temporary directory. Rank 0 calls it, after all ranks have
-    written.
+    """Write the manifest and rename the temporary directory.
+
+    Rank 0 calls it, after all ranks have written.
 
     Args:
         files: every file that the ranks wrote and flushed.
@@ -310,8 +314,9 @@ def abandon(temporary: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint: rename it into the directory that the next `begin` clears, then
-    delete it there.
+    """Remove a checkpoint.
+
+    It is renamed into the directory that the next `begin` clears, and deleted there.
     """
     renamed = checkpoint.parent / TEMPORARY / secrets.token_hex(8)
     renamed.parent.mkdir(exist_ok=True)
@@ -324,8 +329,9 @@ def _remove(checkpoint: Path) -> None:
 
 
 def prune(run: Path, keep: int, keep_every: int | None = None) -> list[int]:
-    """Remove all checkpoints but the newest `keep` and multiples of `keep_every`; return the
-    removed steps.
+    """Remove old checkpoints; return their steps.
+
+    The newest `keep` stay, and all at multiples of `keep_every`.
     """
     sync(
         checkpoints_directory(run), below=False
@@ -340,8 +346,9 @@ def prune(run: Path, keep: int, keep_every: int | None = None) -> list[int]:
 
 
 def set_aside_newer(run: Path, step: int) -> list[str]:
-    """Set aside the checkpoints that are newer than `step`, from which the run resumes; return a
-    line on each.
+    """Set aside the checkpoints that are newer than `step`; return a line on each.
+
+    The run resumes from `step`.
 
     Rank 0 calls it before the run's logs are truncated at `step`. The newest is moved last, so a
     run that is killed in between still resumes from it.

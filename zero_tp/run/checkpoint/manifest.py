@@ -41,8 +41,9 @@ def states_file(tensor_rank: int, data_rank: int) -> str:
 
 
 class ManifestFile(ConfigModel):
-    """A file's size and hash: the SHA-256 of the SHA-256s of its 8 MiB `parts`
-    (`safetensors_files.py`).
+    """A file's size and hash.
+
+    The hash is the SHA-256 of the SHA-256s of its 8 MiB `parts` (`safetensors_files.py`).
     """
 
     bytes: Count
@@ -51,8 +52,9 @@ class ManifestFile(ConfigModel):
 
 
 class ShardedParameter(ConfigModel):
-    """A parameter split over TP (`parallel.layout.Sharded`); `shape` is that of the whole
-    parameter.
+    """A parameter split over TP (`parallel.layout.Sharded`).
+
+    `shape` is that of the whole parameter.
     """
 
     layout: Literal["Sharded"]
@@ -160,8 +162,9 @@ def content_hash(manifest: dict[str, Any]) -> str:
 
 
 def parse_manifest(raw: dict[str, Any]) -> Manifest:
-    """Parse the JSON object of a manifest. A ConfigError names the wrong key: "format" if
-    another version wrote it.
+    """Parse the JSON object of a manifest.
+
+    A ConfigError names the wrong key: "format" if another version wrote it.
     """
     # The hash first: in a damaged file, a wrong type of some key would only be a consequence.
     if OWN_HASH in raw and raw[OWN_HASH] != (sha256 := content_hash(raw)):
@@ -249,8 +252,9 @@ def versions(packages: Sequence[str] = ("torch", "deepspeed", "transformers")) -
 def differences(
     manifest: Manifest, config: RunConfig, validation: dict[str, dict[str, Any]]
 ) -> list[str]:
-    """Return a line on each config key, library and validation corpus that changed since the
-    checkpoint.
+    """Return a line on each difference between a checkpoint and the run that opens it.
+
+    Compared are config keys, versions of libraries and validation corpora.
 
     Keys of `Parallelism` are omitted: `describe_parent` and the line "resuming step …" show them.
 
@@ -329,8 +333,9 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
 
 
 def check_saved_by_run(checkpoint: Path, manifest: Manifest) -> None:
-    """Refuse a checkpoint of a Trainer: its manifest lacks the optimizer and the batch size,
-    which a run compares.
+    """Refuse a checkpoint of a Trainer.
+
+    Its manifest lacks the optimizer and the batch size, which a run compares.
     """
     if "optimizer" not in manifest.fixed:
         raise UserError(

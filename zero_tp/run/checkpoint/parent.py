@@ -1,5 +1,6 @@
-"""The parent of a new run: the checkpoint of another run that it starts from
-(`start_point.Branch`).
+"""The parent of a new run.
+
+That is the checkpoint of another run that it starts from (`start_point.Branch`).
 
 Here it is checked against the new run's config, model and tokenizer, and described for the log.
 """
@@ -62,8 +63,9 @@ def check_parent(
 def _check_tokenizer(
     checkpoint: Path, manifest: Manifest, fingerprint: TokenizerFingerprint | None
 ) -> tuple[str, ...]:
-    """Check that the new run's tokenizer gives the ids that the weights were trained on; return
-    a note.
+    """Check that both runs' tokenizers give the same ids; return a note.
+
+    The weights were trained on the ids of the parent's.
     """
     if fingerprint is None:
         return ()
@@ -114,8 +116,9 @@ def _check_model(checkpoint: Path, manifest: Manifest, model: PretrainedConfig) 
 
 
 def _check_optimizer(checkpoint: Path, manifest: Manifest, config: RunConfig) -> None:
-    """Check that the new optimizer has the states that were saved. Its hyperparameters may
-    differ.
+    """Check that the new optimizer has the states that were saved.
+
+    Its hyperparameters may differ.
     """
     check_saved_by_run(checkpoint, manifest)
     now = config.resolved()["optimizer"]["type"]
@@ -206,8 +209,9 @@ def describe_parent(
 
 
 def _shorten(changes: list[str]) -> list[str]:
-    """Return at most `MAX_CHANGE_LINES` lines; the last one names the keys of the changes that
-    it replaces.
+    """Return at most `MAX_CHANGE_LINES` lines.
+
+    The last one names the keys of the changes that it replaces.
     """
     if len(changes) <= MAX_CHANGE_LINES:
         return changes

@@ -71,8 +71,9 @@ def read_owner(run: Path) -> dict[str, object] | None:
 
 @contextlib.contextmanager
 def run_directory(run: Path) -> Iterator[RunOwner]:
-    """Make a run's directory, own it and write `rank0.pid` (for signals). Rank 0 enters it
-    before ranks connect.
+    """Make a run's directory, own it and write `rank0.pid` (for signals).
+
+    Rank 0 enters it before ranks connect.
     """
     with contextlib.ExitStack() as stack:
         try:

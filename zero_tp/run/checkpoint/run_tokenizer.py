@@ -1,6 +1,4 @@
-"""Find the tokenizer of a checkpoint's run, and check that a tokenizer is the one that its model
-was trained with.
-"""
+"""Find the tokenizer of a checkpoint's run, and compare tokenizers with it."""
 
 from __future__ import annotations
 
@@ -28,8 +26,9 @@ def find_run_tokenizer(requested: Path | None, checkpoint: RunCheckpoint) -> Pat
 def check_run_tokenizer(
     tokenizer: PreTrainedTokenizerBase, directory: Path, checkpoint: RunCheckpoint
 ) -> None:
-    """Check that a tokenizer gives the ids that the model was trained on, if the checkpoint records
-    them.
+    """Check that a tokenizer gives the ids that the model was trained on.
+
+    Without a recorded fingerprint there is nothing to compare.
 
     Args:
         directory: of the tokenizer.
@@ -42,8 +41,9 @@ def check_run_tokenizer(
 
 
 def uncompared_tokenizer(directory: Path | None, checkpoint: RunCheckpoint) -> tuple[str, ...]:
-    """Return a line if a tokenizer cannot be compared, because an older version saved the
-    checkpoint.
+    """Return a line if a tokenizer cannot be compared.
+
+    An older version saved the checkpoint, without a fingerprint.
     """
     manifest = checkpoint.manifest
     if None in (directory, manifest.tokenizer) or manifest.tokenizer_fingerprint is not None:

@@ -92,8 +92,9 @@ def json_schema() -> Json:
 
 
 def _add_cases(block: Json, key: str, cases: dict[str, Json]) -> None:
-    """Add the schema for each value (a pattern) of `key`. Unlike `oneOf`, it reports the path of
-    an error.
+    """Add the schema for each value (a pattern) of `key`.
+
+    Unlike `oneOf`, it reports the path of an error.
     """
     block["allOf"] = [
         {"if": {"properties": {key: {"pattern": f"^{value}$"}}, "required": [key]}, "then": then}
@@ -111,8 +112,9 @@ def _with_params(model: type[BaseModel], block: str = "scheduler") -> Json:
 
 
 def _with_fields(model_type: str) -> Json:
-    """Return a schema that allows the fields of a model type, those of every transformers config
-    included.
+    """Return a schema that allows the fields of a model type.
+
+    Those of every transformers config are included.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

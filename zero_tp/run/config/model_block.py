@@ -119,8 +119,9 @@ def _pretrained_config(model: dict[str, Any], saved: dict[str, Any] | None) -> P
 
 
 def ignored_fields(model: dict[str, Any]) -> list[str]:
-    """Return a line on fields of `from_pretrained`'s config.json that have no effect; none
-    without that file.
+    """Return a line on fields of config.json that have no effect.
+
+    The file is that of `from_pretrained`; without it there is no line.
     """
     from zero_tp.model.architectures.configs import describe_ignored_fields
 

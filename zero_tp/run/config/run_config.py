@@ -130,8 +130,9 @@ class RunConfig:
         return cls(path, world_size, batch, settings, zero_tp, hf_config, (*removed, *lines))
 
     def with_pinned_tokenizer(self) -> RunConfig:
-        """Return the config with the commit of its tokenizer. The hub is asked if the tokenizer
-        is a name there.
+        """Return the config with the commit of its tokenizer.
+
+        The hub is asked if the tokenizer is a name there.
         """
         if self.zero_tp.tokenizer is None:
             return self
@@ -171,14 +172,16 @@ class RunConfig:
 
     @property
     def nvme_paths(self) -> dict[str, Path | None]:
-        """Return the directories of the offload blocks whose device is "nvme", by the block's
-        name.
+        """Return the directories of NVMe offload, by the name of their block.
+
+        Only blocks whose device is "nvme" have one.
         """
         return self.settings.zero_optimization.nvme_paths
 
     def missing_files(self) -> list[Path]:
-        """Return the files and directories that the run reads but that are missing here and in
-        the hub's cache.
+        """Return the files and directories that the run reads but that are missing.
+
+        What the hub's cache has is not missing.
         """
         data = self.zero_tp.data
         evaluation = self.zero_tp.evaluation
@@ -220,8 +223,9 @@ class RunConfig:
         return self.settings.without(*MONITORS)
 
     def resolved(self) -> dict[str, Any]:
-        """Return the whole config with every default of `zero_tp` and every "auto" filled in, as
-        a loadable dict.
+        """Return the whole config as a dict that can be loaded again.
+
+        Every default of `zero_tp` and every "auto" is filled in.
         """
         return {
             **self.settings.written(),
@@ -253,8 +257,9 @@ class RunConfig:
 
     @property
     def pretrained(self) -> Path | None:
-        """Return the initial weights' Hugging Face directory, or hub name with commit; None for
-        random weights.
+        """Return where the initial weights are; None for random weights.
+
+        It is a Hugging Face directory, or a hub name with its commit.
         """
         return (
             Path(self.zero_tp.model[FROM_PRETRAINED])
@@ -290,8 +295,9 @@ def _check_keys(
     world_size: int | None,
     saved: SavedStart | None,
 ) -> tuple[ZeroTP, PreTrainedConfig, BatchSizes]:
-    """Check every key by itself; return the `zero_tp` block, the model's config and the batch
-    sizes.
+    """Check every key by itself.
+
+    Returns the `zero_tp` block, the model's config and the batch sizes.
 
     Args:
         values: DeepSpeed's part.
@@ -351,8 +357,9 @@ def _check_block(block: Any) -> ZeroTP:
 def _pin_and_check_model(
     zero_tp: ZeroTP, saved: SavedStart | None
 ) -> tuple[ZeroTP, PreTrainedConfig]:
-    """Pin hub names to the commits of the run's first start; return the block and the model's
-    config.
+    """Pin hub names to the commits of the run's first start.
+
+    Returns the block and the model's config.
     """
     model = zero_tp.model
     key = f"{MODEL_KEY}.{FROM_PRETRAINED}"
@@ -371,8 +378,9 @@ def _pin_and_check_model(
 
 
 def _fill_steps(zero_tp: ZeroTP, samples: int | None) -> ZeroTP:
-    """Replace `training.tokens` by the number of steps, of `samples` samples each, that train on
-    them.
+    """Replace `training.tokens` by the number of steps that train on them.
+
+    A step has `samples` samples.
     """
     training = zero_tp.training
     if training.tokens is None:
@@ -390,8 +398,9 @@ def _fill_steps(zero_tp: ZeroTP, samples: int | None) -> ZeroTP:
 
 
 def check_accelerator(dtype: str, accelerator: Any) -> None:
-    """Check that this machine's accelerator (DeepSpeed's object) supports a dtype: "fp32",
-    "bf16" or "fp16".
+    """Check that this machine's accelerator supports a dtype.
+
+    The accelerator is DeepSpeed's object; the dtype is "fp32", "bf16" or "fp16".
     """
     supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
     if dtype != "fp32" and not supported[dtype]():

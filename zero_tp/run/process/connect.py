@@ -34,8 +34,9 @@ def connect(
     timeout: timedelta = TIMEOUT,
     start_timeout: timedelta = TIMEOUT,
 ) -> tuple[Topology, torch.device]:
-    """Join the process group, which DeepSpeed later adopts, and create the topology's groups.
-    Collective.
+    """Join the process group, and create the topology's groups. Collective.
+
+    DeepSpeed later adopts the process group.
 
     A script calls `zero_tp.connect(tensor=2)`: the ranks are those that a launcher started, or this
     process alone.
@@ -89,8 +90,9 @@ def connect(
 
 
 def rank_device(environment: RankEnvironment, device_type: str) -> torch.device:
-    """Return this rank's device: the one with its local rank's index, or the only one that it
-    can see.
+    """Return this rank's device.
+
+    It is the one with its local rank's index, or the only one that it can see.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -116,8 +118,9 @@ def rank_device(environment: RankEnvironment, device_type: str) -> torch.device:
 def connect_deepspeed(
     config: RunConfig, environment: RankEnvironment
 ) -> tuple[Topology, torch.device]:
-    """Check that this machine has what the config uses, then `connect` on DeepSpeed's
-    accelerator. Collective.
+    """Check this machine, then `connect` on DeepSpeed's accelerator. Collective.
+
+    The machine must have what the config uses.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -152,8 +155,9 @@ def connect_deepspeed(
 
 
 def use_deterministic_cublas() -> None:
-    """Make cuBLAS deterministic, as `guards.check_reproducible` requires. Call it before this
-    process uses CUDA.
+    """Make cuBLAS deterministic, as `guards.check_reproducible` requires.
+
+    Call it before this process uses CUDA.
 
     torch reads the variable at its first product (`Context::alertCuBLASConfigNotDeterministic`).
     """

@@ -1,5 +1,6 @@
-"""A rank's place in its job, read from the launcher's variables. Importing this module does not
-import torch.
+"""A rank's place in its job, read from the launcher's variables.
+
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ LOCAL_WORLD = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Place of this process in its job, under deepspeed, torchrun, accelerate, srun, mpirun or
-    without a launcher.
+    """Place of this process in its job.
+
+    It may run under deepspeed, torchrun, accelerate, srun, mpirun or without a launcher.
 
     Attributes:
         local_rank, local_world: None if the launcher sets neither.
@@ -91,8 +93,9 @@ class RankEnvironment:
 
     @property
     def cores(self) -> int:
-        """CPU cores that this rank may use: those it is bound to, or an equal part of its
-        launcher's.
+        """CPU cores that this rank may use.
+
+        They are those it is bound to, or an equal part of its launcher's.
         """
         # The affinity and not the number of cores: Slurm and containers bind a job to some of them.
         own = len(os.sched_getaffinity(0))
@@ -140,8 +143,9 @@ class RankEnvironment:
                 )
 
     def deepspeed_command(self) -> psutil.Process | None:
-        """Return the process of the `deepspeed` command, if DeepSpeed started this rank: the
-        parent of launch.py.
+        """Return the process of the `deepspeed` command, the parent of launch.py.
+
+        None: DeepSpeed has not started this rank.
         """
         with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
             if self.parent is not None and "deepspeed.launcher.launch" in self.parent.cmdline():
@@ -176,8 +180,9 @@ def free_port() -> int:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether `process` runs; False for a zombie, and if its pid belongs to another
-    process by now.
+    """Return whether `process` runs.
+
+    False for a zombie, and if its pid belongs to another process by now.
     """
     try:
         # psutil compares the start time, so a new process with the same pid is not taken for this

@@ -99,8 +99,9 @@ def describe_hang(
 
 
 def describe_frame(thread: int) -> tuple[str, bool]:
-    """Return the function that a thread runs, with its caller in this library, and whether it
-    waits for other ranks.
+    """Return the function that a thread runs, and whether it waits for other ranks.
+
+    The text also names its caller in this library.
     """
     collects = gc.isenabled()
     # Python 3.11 hangs in a collection that begins while frames are listed (CPython's issue 106883)
@@ -127,8 +128,9 @@ def describe_frame(thread: int) -> tuple[str, bool]:
 
 
 def dump_flight_recorder(rank: int) -> list[str]:
-    """Write NCCL's flight recorder to torch's own path, for `torchfrtrace`, and return a line
-    that names the file.
+    """Write NCCL's flight recorder; return a line that names the file.
+
+    The path is torch's own, where `torchfrtrace` looks.
     """
     distributed = sys.modules.get("torch.distributed")
     if (

@@ -44,8 +44,9 @@ class JobStore:
         self._store: dist.Store | None = None
 
     def join(self, limit: timedelta = JOIN_LIMIT) -> dist.Store:
-        """Connect to the store. Rank 0 starts its server, which torch's process group will use
-        too.
+        """Connect to the store.
+
+        Rank 0 starts its server, which torch's process group will use too.
         """
         import torch.distributed as dist
 
@@ -109,8 +110,9 @@ class JobStore:
 
 
 def raise_open_file_limit(world: int) -> None:
-    """Raise this process's limit of open files to what a job of `world` ranks needs, at most to the
-    hard limit.
+    """Raise this process's limit of open files to what a job of `world` ranks needs.
+
+    The hard limit is not raised.
 
     The store has three connections to each rank, and gloo one between any two. The soft limit is
     often 1,024 files.

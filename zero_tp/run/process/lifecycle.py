@@ -186,8 +186,9 @@ class _Rank:
         return BAD_INPUT
 
     def _prints_refusal(self) -> bool:
-        """Return whether this rank prints its refusal: with a store the first rank to refuse, else
-        local rank 0.
+        """Return whether this rank prints its refusal.
+
+        With a store the first rank to refuse does, else local rank 0.
 
         Without a store all ranks make the same checks. The other ranks then wait for the SIGTERM
         that the launcher sends after local rank 0's end.
@@ -233,8 +234,9 @@ class _Rank:
     # --- other ranks of this machine --------------------------------------------------------------
 
     def _peer_has_ended(self) -> bool:
-        """Wait up to PEER_SECONDS for another rank of this machine to end; report it if it was
-        killed.
+        """Wait up to PEER_SECONDS for another rank of this machine to end.
+
+        It is reported if it was killed.
         """
         deadline = time.monotonic() + PEER_SECONDS
         while (
@@ -248,8 +250,9 @@ class _Rank:
         return bool(self._node.exit_statuses()) or self._terminated.wait(0.2)
 
     def _end_with_deepspeed(self) -> None:
-        """End this rank. Local rank 0 does so first and prints the reason; launch.py then
-        terminates the others.
+        """End this rank, because the `deepspeed` command has ended.
+
+        Local rank 0 does so first and prints the reason; launch.py then terminates the others.
         """
         # Else all ranks of the machine would print the same reason.
         if not self._environment.is_local_rank_zero:
@@ -289,8 +292,9 @@ class _Rank:
     # --- exit -------------------------------------------------------------------------------------
 
     def end(self, text: str) -> None:
-        """End this rank from a thread, unless it is exiting. `text` is the reason, "" if another
-        rank prints it.
+        """End this rank from a thread, unless it is exiting.
+
+        `text` is the reason, "" if another rank prints it.
         """
         if not self._is_exiting:
             self._is_exiting = True
@@ -314,8 +318,9 @@ class _Rank:
 
 
 def _may_be_lost_peer(error: BaseException | None) -> bool:
-    """Return whether `error` may come from another rank's end. A false positive delays the
-    report by PEER_SECONDS.
+    """Return whether `error` may come from another rank's end.
+
+    A false positive delays the report by PEER_SECONDS.
     """
     if error is None:
         return False

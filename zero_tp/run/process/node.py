@@ -1,5 +1,6 @@
-"""Watch the processes of this machine: end with the launcher, and report other ranks that were
-killed.
+"""Watch the processes of this machine.
+
+A rank ends with its launcher, and reports other ranks that were killed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def die_with(parent: psutil.Process) -> None:
-    """Let the kernel kill this process when its parent ends, even if C code holds the
-    interpreter's lock.
+    """Let the kernel kill this process when its parent ends.
+
+    This works even if C code holds the interpreter's lock.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent.pid:  # it has ended before the call
@@ -33,8 +35,9 @@ def die_with(parent: psutil.Process) -> None:
 
 
 class NodeWatch:
-    """Watch the other ranks of this machine (the launcher's children) and the `deepspeed` command
-    (its parent).
+    """Watch the other ranks of this machine and the `deepspeed` command.
+
+    The ranks are the launcher's children, the command is its parent.
 
     A rank that is killed prints nothing, so the lowest surviving rank of the machine reports it.
 
@@ -60,8 +63,9 @@ class NodeWatch:
         threading.Thread(target=self._watch, name="node watch", daemon=True).start()
 
     def exit_statuses(self) -> dict[int, int | None]:
-        """Return the exit status of each rank that has ended: -N if signal N killed it, None if
-        unknown.
+        """Return the exit status of each rank that has ended.
+
+        -N if signal N killed it, None if unknown.
 
         Launchers reap a zombie, and with it the exit status, within a second. If that was too fast,
         torchrun's error file of the rank shows that it failed by itself.
@@ -164,8 +168,9 @@ def _exit_status(process: psutil.Process) -> int | None:
 
 
 def describe_killed(rank: int, status: int | None) -> str:
-    """Return a message about an ended rank of this machine: `rank 1 (node2) was killed by SIGKILL;
-    out of memory?`.
+    """Return a message about an ended rank of this machine.
+
+    For example `rank 1 (node2) was killed by SIGKILL; out of memory?`.
 
     It is "" for a rank that exited by itself, or that the launcher's SIGTERM or SIGINT ended before
     it handled signals.

@@ -47,8 +47,7 @@ LIBRARIES = r"(torch|deepspeed|transformers|accelerate|datasets|huggingface_hub)
 
 
 def quiet_libraries(verbose: bool) -> None:
-    """Silence DeepSpeed, torch and transformers below level ERROR in this process, unless
-    `verbose`.
+    """Silence DeepSpeed, torch and transformers below level ERROR, unless `verbose`.
 
     Call it before they are imported, because they read some settings at import.
     """
@@ -68,8 +67,9 @@ def quiet_libraries(verbose: bool) -> None:
 
 
 def ignore_deprecated_collectives() -> None:
-    """Silence torch 2.13's warning at every call of all_gather_into_tensor and
-    reduce_scatter_tensor by DeepSpeed.
+    """Silence torch 2.13's warning at each of DeepSpeed's collectives.
+
+    They are all_gather_into_tensor and reduce_scatter_tensor.
     """
     warnings.filterwarnings(
         "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
@@ -82,8 +82,9 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def suppress_output(verbose: bool = False, *, stderr: bool = False) -> Iterator[None]:
-    """Hide what libraries `print` inside the block, unless `verbose`. If the block fails, write it
-    to stderr.
+    """Hide what libraries `print` inside the block, unless `verbose`.
+
+    If the block fails, write it to stderr.
 
     `deepspeed.init_distributed` and `deepspeed.initialize` print instead of logging. After a
     `UserError`, whose message is complete, the output stays hidden.

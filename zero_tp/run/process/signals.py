@@ -1,5 +1,6 @@
-"""Handle signals: SIGTERM and Ctrl-C end a process; in training SIGTERM saves and stops, SIGUSR1
-saves.
+"""Handle signals.
+
+SIGTERM and Ctrl-C end a process. In training SIGTERM saves and stops, SIGUSR1 saves.
 
 A signal may reach one rank only, or all ranks one after another; it sets flags of that rank. At the
 next step boundary all ranks reduce their flags and act together. On an accelerator they act one
@@ -56,8 +57,9 @@ class Requests:
             self._exchanges.clear()
 
     def all_reduce(self, device: torch.device) -> tuple[bool, bool]:
-        """Return (stop, save): whether any rank has the flag. All-reduce of two numbers over all
-        ranks.
+        """Return (stop, save): whether any rank has the flag.
+
+        All-reduce of two numbers over all ranks.
 
         A save is returned once. If `late`, each call returns the previous call's result, and the
         first returns (False, False).
@@ -91,8 +93,9 @@ def _all_reduce_flags(flags: list[bool], device: torch.device) -> HostCopy:
 
 
 def listen(act: Callable[[set[int]], None]) -> None:
-    """Call `act` in a thread for SIGINT, SIGTERM and SIGUSR1. Forked children get the default
-    actions.
+    """Call `act` in a thread for SIGINT, SIGTERM and SIGUSR1.
+
+    Forked children get the default actions.
 
     Python runs no signal handlers while the main thread waits in a collective. A thread that blocks
     the signals and calls `sigwait` would work too, but compilers and data workers would inherit the

@@ -1,5 +1,6 @@
-"""Watchdog: end a rank when its phase makes no progress, or when another rank or the store is
-silent.
+"""Watchdog: end a rank that makes no progress, or if another one is silent.
+
+The store may be silent, too.
 
 Each rank counts its progress marks (`enter`, `mark`). In every round a thread writes the rank's
 status to the job's store. The first rank whose limit passes reads the statuses of all ranks and
@@ -103,8 +104,9 @@ class Watchdog:
         self._thread.start()
 
     def connect(self, store: dist.Store) -> None:
-        """Start to write to the job's store. From now on only the watchdog may use this client
-        of it.
+        """Start to write to the job's store.
+
+        From now on only the watchdog may use this client of it.
         """
         # A client answers one request at a time (`activeOpLock_` of torch's TCPStore). With the
         # clients of the process groups, a request that waits for a key would block the watchdog.
@@ -139,8 +141,9 @@ class Watchdog:
     # --- the thread -------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """In every round, exchange statuses and check the limits. Rank 0 checks all other ranks;
-        they check rank 0.
+        """In every round, exchange statuses and check the limits.
+
+        Rank 0 checks all other ranks; they check rank 0.
         """
         # Rank 0 reads N statuses and each other rank one, so the store's work grows with N. If each
         # rank read all others, it would grow with N².
@@ -197,8 +200,9 @@ class Watchdog:
             self.on_end(text)
 
     def _describe_hang(self, limit: float) -> str:
-        """Return the report of all ranks, or "" if another rank's limit has passed before and
-        that rank reports.
+        """Return the report of all ranks.
+
+        "" if another rank's limit has passed before: that rank reports.
         """
         # First, and on every rank whose limit passes: the report may end the job before another one
         # has written.
@@ -264,8 +268,9 @@ class Watchdog:
     # --- the job's store --------------------------------------------------------------------------
 
     def _exchange(self, ranks: Sequence[int]) -> dict[int, RankStatus] | None:
-        """Write this rank's status and return those of `ranks`; None if the store does not
-        answer.
+        """Write this rank's status and return those of `ranks`.
+
+        None: the store does not answer.
         """
         return {} if self._store is None else self._ask(partial(self._write_and_read, ranks))
 
@@ -289,8 +294,9 @@ class Watchdog:
         }
 
     def _ask(self, request: Callable[[], Any]) -> Any:
-        """Return the store's answer to `request`; None if the store is gone or does not answer
-        in time.
+        """Return the store's answer to `request`.
+
+        None: it is gone or does not answer in time.
         """
         try:
             # The request itself cannot be ended. Its thread may hang for ever, and the watchdog
