@@ -84,7 +84,8 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Return 0, 1 if only data are missing, or 2 after a line for each error."""
-    # Inside the function, because `add_config` and others serve commands that need no DeepSpeed.
+    # Inside the function: `plan` and `pretrain` import this module before they have prepared the
+    # environment in which DeepSpeed looks for devices.
     from deepspeed.accelerator import get_accelerator
 
     from zero_tp.base.validation import ConfigErrors

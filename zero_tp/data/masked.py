@@ -161,7 +161,8 @@ def trim(
 ) -> list[npt.NDArray[np.int64]]:
     """Trim parts of a row to `limit` tokens in all.
 
-    The longest part loses one token at a time, at either end.
+    The longest part loses one token at a time, at either end. Of 5 and 2 tokens and a limit of 5,
+    the first part loses two; of 5 and 4 tokens and a limit of 6, it loses two and the other one.
     """
     spans = [[0, len(part)] for part in parts]
     for _ in range(sum(map(len, parts)) - limit):
@@ -319,7 +320,12 @@ class MaskedRowBuilder:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the tokens of window w, and where its sentences begin.
 
-        The eos token and the start of the first sentence are left out.
+        The eos token and the start of the first sentence are left out. Windows of 8 tokens, two
+        segments, a document whose sentences a, b, c, d, e begin at the tokens 0, 5, 10, 12 and 15:
+
+            window 1    begins at 8, inside b: moved back to 5, at most half a window
+                        ends at 5 + 8, inside d: moved on to 15, where e begins
+            returned    b0 … b4 c0 c1 d0 d1 d2, and [5, 7]; `row` trims the 10 tokens to 8
         """
         corpus = windows.corpus
         length = windows.length

@@ -79,8 +79,8 @@ class RunInputs:
             if self.config.pretrained is not None and self.tokenizer is not None:
                 check_same_tokens(self.tokenizer, resolve(self.config.pretrained))
         corpora = (*self.samples.corpora, *(self.validation.corpora if self.validation else ()))
-        # An id outside the vocabulary would be an index outside the embedding: an assertion in a
-        # CUDA kernel, hours later.
+        # An id outside the vocabulary would be an error in a kernel, hours later; under TP no rank
+        # has its row, and it would be embedded as zeros.
         for corpus in corpora if hash_tokens else ():
             corpus.check_vocabulary(self.model_config.vocab_size)
         self.notes = self._compare_tokenizers() if hash_tokens else []
@@ -196,7 +196,7 @@ class RunInputs:
         sizes = (self.config.global_batch, self.config.micro_batch, self.config.accumulation)
 
         def read(step: int) -> list[Any]:
-            # Steps count from 1, and samples from 0.
+            # Steps of a run count from 1, those of `rank_batches` from 0.
             return self.samples.rank_batches(step - 1, *sizes, topology.data_rank, topology.data)
 
         return ReadAhead(read, last)
