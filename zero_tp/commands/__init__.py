@@ -65,9 +65,12 @@ def start(
     """
     command = COMMANDS[name]
     arguments = sys.argv[1:] if arguments is None else arguments
+    # Looked up before arguments are parsed, because the parser's module may import the libraries
+    # that are to be quiet.
     verbose = "--verbose" in arguments
     if command.quiet:
         quiet_libraries(verbose)
+    # Only the command's own module: `zero-tp path` must not wait for torch.
     module = command_module(name)
 
     def parse() -> Any:

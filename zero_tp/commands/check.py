@@ -84,6 +84,8 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Return 0, 1 if only data are missing, or 2 after a line for each error."""
+    # Inside the function: `plan` and `pretrain` import this module before they have prepared the
+    # environment in which DeepSpeed looks for devices.
     from deepspeed.accelerator import get_accelerator
 
     from zero_tp.base.validation import ConfigErrors
@@ -108,6 +110,7 @@ def main(options: argparse.Namespace) -> int:
             resolve(config.pretrained, allow_pickle=options.allow_pickle), options.allow_pickle
         )
     directory = options.output_dir or Path("runs") / config.name
+    # The nearest directory that exists decides whether the run can make its own.
     existing = next(
         path for path in (directory.absolute(), *directory.absolute().parents) if path.exists()
     )
@@ -119,6 +122,7 @@ def main(options: argparse.Namespace) -> int:
     if not absent:
         from zero_tp.run.run_inputs import RunInputs
 
+        # The same checks that each rank makes before it connects.
         inputs = RunInputs(config, directory, allow_pickle=options.allow_pickle)
         if options.parent is not None:
             from zero_tp.run.checkpoint.find import find_checkpoint
@@ -129,6 +133,7 @@ def main(options: argparse.Namespace) -> int:
             inputs.notes += check_parent(parent, config, inputs.model_config, inputs.fingerprint)
         inputs.notes += _export_notes(inputs)
     print(describe(config, directory, inputs, options.parent))
+    # What the hub has is not missing: the run downloads it.
     return MISSING if any(str(path) not in config.hub_names for path in absent) else 0
 
 
@@ -259,6 +264,7 @@ def _model_states(config: RunConfig, parameters: int) -> Lines:
     if data is None:
         return
     element_bytes = 4 if config.dtype == "fp32" else 2
+    # The replicated parameters are few (norms, some biases), so the formula splits all.
     states = model_states(
         parameters / config.zero_tp.parallel.tensor, config.zero_stage, data, element_bytes
     )
@@ -296,6 +302,7 @@ def _export_notes(inputs: RunInputs) -> list[str]:
         return []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
+        # transformers chooses the tokenizer's class by the config.json beside it.
         inputs.model_config.save_pretrained(directory)
         copy_tokenizer(inputs.tokenizer, directory, None)
         problem = match_tokenizer(directory, open_tokenizer(inputs.tokenizer))
@@ -308,8 +315,9 @@ def _export_notes(inputs: RunInputs) -> list[str]:
 
 
 def _missing(path: Path, config: RunConfig) -> str:
-    """Describe a missing file; suggest the corpora in the directory of the same name, if there
-    is one.
+    """Describe a missing file.
+
+    If there is a directory of the same name, suggest the corpora in it.
     """
     on_hub = " and asks the Hugging Face hub for" if str(path) in config.hub_names else ""
     corpora = sorted(str(index.with_suffix("")) for index in path.with_suffix("").glob("*.idx"))

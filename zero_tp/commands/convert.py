@@ -69,6 +69,7 @@ def to_hf(options: argparse.Namespace) -> None:
             card=model_card,
         )
     except OSError as error:
+        # An error that names its file says enough; a full disk names none.
         if error.filename is not None:
             raise
         raise UserError(
@@ -94,8 +95,9 @@ def to_hf(options: argparse.Namespace) -> None:
 
 
 def push(directory: Path, name: str) -> str:
-    """Upload an exported model to the Hugging Face hub, with the token of `hf auth login`; return
-    its address.
+    """Upload an exported model to the Hugging Face hub; return its address.
+
+    It uses the token of `hf auth login`.
 
     Raises:
         UserError: the name is invalid, the hub cannot be reached, or it refuses the model.
@@ -104,6 +106,7 @@ def push(directory: Path, name: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
+        # Private, because publishing is a decision of its own.
         repository = HfApi().create_repo(name, private=True, exist_ok=True)
         HfApi().upload_folder(repo_id=repository.repo_id, folder_path=directory)
     except (HfHubHTTPError, HFValidationError, OSError) as error:

@@ -68,6 +68,7 @@ def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
     from zero_tp.tools.evaluation.evaluation_report import table, write_samples
     from zero_tp.tools.evaluation.zero_shot import evaluate, parse_data, parse_tasks
 
+    # Before the model is loaded, like all checks of options.
     if options.log_samples and options.output is None:
         raise UserError("--log-samples: the samples are written next to --output JSON; give it too")
     if options.output is not None and environment.rank == 0:
@@ -88,6 +89,7 @@ def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
 
 def start(parse: Callable[[], argparse.Namespace], verbose: bool) -> NoReturn:
     environment = RankEnvironment.of_this_process()
+    # Without a launcher there are no other ranks to tell of an error, and no store.
     if environment.world == 1:
         cli.run(lambda: run(parse(), environment))
     run_rank(lambda: run(parse(), environment), verbose, environment)

@@ -130,4 +130,5 @@ def main(options: argparse.Namespace) -> None:
         from zero_tp.tools.planning.pictures import write_page
 
         lines += [f"wrote {path}" for path in write_page(run_plan, options.html, advice, fastest)]
+    # Names in a config may hold control characters; JSON escapes them, text needs `visible`.
     print(json.dumps(result, indent=1) if options.json else visible("\n".join(lines)))

@@ -77,6 +77,7 @@ def main(options: argparse.Namespace) -> None:
         for text in show_corpus(options.show, options.sample, options.sequence_length):
             print(text)
         return
+    # By hand, because `--show` and `--merge` need other arguments than a preparation.
     required = ("input", "tokenizer", "output") if options.merge is None else ("output",)
     if missing := [f"--{name}" for name in required if getattr(options, name) is None]:
         raise UserError(f"the following arguments are required: {', '.join(missing)}")
@@ -102,6 +103,8 @@ def _merge(options: argparse.Namespace) -> Prepared:
     from zero_tp.tools.corpus.parts import merge
 
     settings = options_of(PrepareSettings)
+    # Options that --merge would ignore are refused: the parts' settings are those of the cluster's
+    # run.
     defaults = {field.name: field.default for field in fields(PrepareSettings)}
     defaults |= {"tokenizer": None, "validation": options.validation, "decontaminate": []}
     defaults |= {"input": None, "strict": False, "processes": None}

@@ -70,6 +70,8 @@ def pretrain(
     output = options.output_dir or Path("runs") / options.deepspeed_config.stem
     # Report a mistake in the file before heavy imports.
     checkpoint = find_readable_checkpoint(output, options.resume_from)
+    # A run that resumes keeps values of its first start, such as the commits of hub names. So its
+    # checkpoint is opened before the config.
     saved = None if checkpoint is None else checkpoint.saved_start()
     config = RunConfig.load(
         options.deepspeed_config, options.set, environment.world, saved
@@ -84,9 +86,12 @@ def pretrain(
     from zero_tp.run.start import start_training
 
     if get_accelerator().device_name() == "cpu" and config.zero_tp.training.keep_freed_memory:
+        # Before large tensors are made: glibc would map and unmap each of them anew.
         keep_freed_memory()
     environment.export()
     if environment.world > 1:
+        # Now, because reading the inputs may take long and one rank may refuse them: then the
+        # others hear of it.
         environment.store.join()
     chosen = _chosen_callbacks(options, config, environment)
     model: type[ParallelModel] | None = None
@@ -94,6 +99,8 @@ def pretrain(
         config,
         output,
         allow_pickle=options.allow_pickle,
+        # One rank of each machine: hashing a corpus may take minutes, and all ranks of a machine
+        # read the same file.
         hash_tokens=environment.is_local_rank_zero,
     )
     if config.zero_tp.evaluation.tasks:

@@ -54,6 +54,7 @@ def check(options: argparse.Namespace) -> None:
         raise UserError(
             f"--temperature {options.temperature}: give 0 or a positive number, such as 0.8"
         )
+    # Bytes of the command line that are not UTF-8 become surrogates, which no tokenizer encodes.
     if not options.prompt or options.prompt != options.prompt.encode(errors="ignore").decode():
         raise UserError("--prompt: is empty or no valid UTF-8; give some words")
 
@@ -75,6 +76,7 @@ def continue_prompt(options: argparse.Namespace) -> str:
         raise UserError(
             f"{options.model}: its tokenizer finds no token in the prompt; give another prompt"
         )
+    # With learned positions, a longer text would be an index outside their table.
     positions = getattr(directory.config.get_text_config(), "max_position_embeddings", None)
     room = positions - length if isinstance(positions, int) else 2**32
     tokens = min(TOKENS, room) if options.tokens is None else options.tokens

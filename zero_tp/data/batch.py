@@ -36,8 +36,9 @@ class Batch(NamedTuple):
     document_ids: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """Move the batch to a device asynchronously. Document numbers stay on the host, where
-        they are read.
+        """Move the batch to a device asynchronously.
+
+        Document numbers stay on the host, where they are read.
         """
         positions = None if self.position_ids is None else _move(self.position_ids, device)
         return Batch(
@@ -73,8 +74,9 @@ class MaskedBatch(dict[str, Tensor]):
         return self["labels"]
 
     def to(self, device: torch.device) -> MaskedBatch:
-        """Move it as `Batch.to` does. The host computes `label_places`: `nonzero` would
-        synchronise with a device.
+        """Move it as `Batch.to` does, and add `label_places`.
+
+        The host computes them, because `nonzero` would synchronise with a device.
         """
         places = (self.labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
         return MaskedBatch(
@@ -90,8 +92,10 @@ AnyBatch = Batch | MaskedBatch
 
 
 def as_batch(batch: AnyBatch | tuple[Tensor, Tensor] | Mapping[str, Tensor]) -> AnyBatch:
-    """Return a batch as it is, a Batch of (input ids, shifted labels), or a MaskedBatch of
-    tensors by name.
+    """Return a batch in our form.
+
+    A Batch or MaskedBatch stays as it is. Of two tensors (input ids, shifted labels) it makes a
+    Batch, of tensors by name a MaskedBatch.
     """
     if isinstance(batch, Batch | MaskedBatch):
         return batch
@@ -107,6 +111,12 @@ def _move(part: Tensor, device: torch.device) -> Tensor:
 def separate_documents(windows: Tensor, documents: Tensor) -> Batch:
     """Return a batch of windows [m, s + 1] whose documents do not attend to each other.
 
+    A window of the end of document 4 and the beginning of document 5:
+
+        windows      a7 a8 b0 b1 b2     document_ids    4  4  5  5
+        input_ids    a7 a8 b0 b1        position_ids    0  1  0  1
+        labels       a8  ∅ b1 b2        ∅: -100, because a8 says nothing about b0
+
     Args:
         documents: each token's document, [m, s + 1]; a token of document PADDING is never a label.
     """
@@ -117,9 +127,12 @@ def separate_documents(windows: Tensor, documents: Tensor) -> Batch:
 
 
 def positions_of(documents: Tensor) -> Tensor:
-    """Return each token's position in its document, from 0 at its first token in the row. [m, s]
-    → [m, s].
+    """Return each token's position in its document. [m, s] → [m, s].
+
+    Positions count from 0 at the document's first token in the row.
     """
+    # Documents 4 4 5 5 5: columns of the first tokens 0 0 2 0 0, their running maximum 0 0 2 2 2,
+    # positions 0 1 0 1 2. No loop over documents, whose number differs between rows.
     column = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]

@@ -22,6 +22,7 @@ _MAX_WINDOW = (
     2**31
 )  # bytes; zstd --long=31, the largest window that zstd compresses with. It needs as much memory.
 COMPRESSIONS: dict[str, Callable[[], Any]] = {
+    # 16 more means gzip: its header is read and its checksum compared (zlib's documentation).
     ".gz": partial(zlib.decompressobj, 16 + zlib.MAX_WBITS),
     ".bz2": bz2.BZ2Decompressor,
     ".xz": partial(
@@ -38,8 +39,9 @@ def piece_bytes(ending: str) -> int:
 
 
 def open_decompressed(name: str, ending: str, stored: Iterator[bytes]) -> io.BufferedReader:
-    """Return the content of a file, whose bytes `stored` yields in pieces. Reading raises what
-    `_decompress` does.
+    """Return the content of a file, whose bytes `stored` yields in pieces.
+
+    Reading raises what `_decompress` does.
     """
     pieces = _decompress(name, stored, COMPRESSIONS[ending]) if ending in COMPRESSIONS else stored
     return io.BufferedReader(_ByteStream(pieces), _READ_BYTES)
@@ -56,6 +58,7 @@ class _ByteStream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        # A piece may be empty, and 0 bytes would mean the end of the file.
         while not self._rest and (piece := next(self._pieces, None)) is not None:
             self._rest = memoryview(piece)
         count = min(len(buffer), len(self._rest))
@@ -68,13 +71,21 @@ def _decompress(
 ) -> Iterator[bytes]:
     """Yield the decompressed bytes of a file, which may have several frames, with zeros after each.
 
+    Frames of A, B and zeros, in pieces whose borders (|) are anywhere:
+
+        A A A | A B B | B 0 | 0 0     A's frame ends inside a piece, whose rest begins B's frame
+        A A A | A B B                 EOFError, after all that could be decompressed: B is cut
+        0 0 0                         EOFError: zeros are no first frame
+
     Raises:
         EOFError: a frame is damaged or cut, or there is none, as in a file that a crash has filled
             with zeros; the readers of zstandard and fsspec end silently there.
         UserError: the file is valid, but this machine or zstandard can't decompress it.
     """
+    # Made before the first byte, so that an empty file, and one of zeros, is no whole file.
     frame: Any = new_decompressor()
     for data in stored:
+        # Between frames zeros are skipped: tapes and block devices fill their last block with them.
         while data := data if frame else data.lstrip(b"\0"):
             frame = frame or new_decompressor()
             try:
@@ -88,7 +99,10 @@ def _decompress(
                         f"{problem}: compress it with a window of at most 2 GiB (--long=31)"
                     ) from error
                 raise EOFError(str(error)) from error
+            # Before the next piece is read: what was decompressed before damage is not lost.
             yield piece
+            # The bytes after a frame are of the next one. Inside a frame, the decompressor has
+            # taken all.
             data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
     if frame is not None:
         raise EOFError("it ends inside a frame")

@@ -1,5 +1,6 @@
-"""A corpus, or a blend of several, as PyTorch's two kinds of data set, for plain loops and
-`transformers.Trainer`.
+"""A corpus, or a blend of several, as PyTorch's two kinds of data set.
+
+They serve plain loops and `transformers.Trainer`.
 
 Both yield the samples of `PackedSamples`, in its order.
 """
@@ -22,8 +23,9 @@ Prefixes = str | Path | Mapping[str, float]
 
 
 class CorpusDataset(Dataset[dict[str, Tensor]]):
-    """A corpus as a map-style data set: item k has `input_ids` and `labels`, int64 [s] each, the
-    same ids.
+    """A corpus as a map-style data set.
+
+    Item k has `input_ids` and `labels`, int64 [s] each, the same ids.
 
     It is already shuffled, in a new order for each pass.
 
@@ -64,17 +66,22 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
 
     def sample(self, k: int) -> dict[str, Tensor]:
         """Return sample k, of any pass. Hugging Face models shift the labels themselves."""
+        # s of the s + 1 tokens: Hugging Face models shift labels inside, so the target of the last
+        # position is not used.
         ids = torch.from_numpy(self._packed[k][:-1])
         item = {"input_ids": ids, "labels": ids.clone()}
         if self._packed.separate:
             item["position_ids"] = positions_of(self._packed.document_ids([k])[:, :-1])[0]
+            # After the shift, this label would be predicted by the last token of the document
+            # before.
             item["labels"][item["position_ids"] == 0] = IGNORE_INDEX
         return item
 
 
 class CorpusStream(IterableDataset[dict[str, Tensor]]):
-    """A corpus as an iterable data set: the items of `CorpusDataset`, divided among ranks and a
-    DataLoader's workers.
+    """A corpus as an iterable data set.
+
+    It yields the items of `CorpusDataset`, divided among ranks and a DataLoader's workers.
 
     Worker w of W of rank r of R yields the items k with (k - first) mod (R·W) = r·W + w.
 
@@ -110,8 +117,10 @@ class CorpusStream(IterableDataset[dict[str, Tensor]]):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         worker = get_worker_info()
+        # A DataLoader copies the data set to each worker, and each copy must yield its own part.
         number, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         k = self._first + self._rank * workers + number
         while self._count is None or k < self._first + self._count:
+            # `sample` and not an index: k may be beyond one pass.
             yield self._dataset.sample(k)
             k += self._world * workers

@@ -1,6 +1,7 @@
-"""Find the inputs that the user names (files, directories, globs, standard input, data sets of the
-Hugging Face hub), and read their documents in blocks of about 1 MiB, with the same boundaries on
-every machine.
+"""Find the inputs that the user names, and read their documents in blocks.
+
+Inputs are files, directories, globs, standard input and data sets of the Hugging Face hub. Blocks
+have about 1 MiB, and the same boundaries on every machine.
 
 `RecordBlock.documents` parses records, which may happen in another process. A bad record becomes a
 `Problem`: nothing is dropped silently, and no other record is lost.
@@ -46,8 +47,10 @@ def _known_format(path: Path) -> str | None:
 
 
 def file_format(path: Path) -> str:
-    """Return a file's format by its name, a key of `FORMATS`. UserError: unknown, or compressed
-    twice.
+    """Return a file's format by its name, a key of `FORMATS`.
+
+    Raises:
+        UserError: unknown, or compressed twice.
     """
     if (name := _known_format(path)) is None:
         raise UserError(
@@ -60,8 +63,10 @@ def file_format(path: Path) -> str:
 
 
 def check_files(paths: Iterable[Path]) -> None:
-    """Raise a UserError for the first path that is missing, no regular file, or of an unknown
-    kind.
+    """Check that all paths are regular files of a known kind.
+
+    Raises:
+        UserError: names the first path that is not.
     """
     for path in paths:
         if not os.path.lexists(path):  # unlike Path's methods, False for a path with a NUL
@@ -79,8 +84,10 @@ def find_sources(
     documents: str = "file",
     stdin_kind: str = "jsonl",
 ) -> list[Source]:
-    """Return the sources of the inputs: files, directories (all files of a known kind below),
-    globs, `-` (standard input) and `hf:NAME[:CONFIGURATION[:SPLIT]]`.
+    """Return the sources of the inputs.
+
+    An input is a file, a directory (all files of a known kind below it), a glob, `-` (standard
+    input) or `hf:NAME[:CONFIGURATION[:SPLIT]]`.
 
     Files of a directory or glob are sorted by path. UserError: there is no such file, or none of a
     known kind.
@@ -126,6 +133,7 @@ def _files(name: str) -> list[Path]:
             for file in path.rglob("*")
             if file.is_file() and _known_format(file)
         ]
+        # Hidden below the directory that was named; a hidden directory may be named itself.
         files = [
             path / file for file in inside if not any(part.startswith(".") for part in file.parts)
         ]
@@ -141,8 +149,9 @@ def _files(name: str) -> list[Path]:
 def stream(
     inputs: Sequence[str | Path], text_key: str | None = None, documents: str = "file"
 ) -> Iterator[tuple[str, Document | Problem]]:
-    """Yield the file and line (or row) of each record of `find_sources`' inputs, with its
-    Document or Problem.
+    """Yield (file and line, Document or Problem) of each record of the inputs.
+
+    Inputs are those of `find_sources`; in a table the line is a row.
     """
     for source in find_sources(inputs, text_key, documents):
         for block in read_blocks(source):
@@ -153,8 +162,10 @@ def stream(
 def read_documents(
     path: Path, text_key: str | None = None, documents: str = "file"
 ) -> Iterator[str]:
-    """Yield the texts of one file, in order. UserError: a record is no document (with file and
-    line).
+    """Yield the texts of one file, in order.
+
+    Raises:
+        UserError: a record is no document (with file and line).
     """
     for where, document in stream([path], text_key, documents):
         if isinstance(document, Problem):
@@ -177,9 +188,12 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_blocks(source: Source) -> Iterator[RecordBlock]:
-    """Yield all records of a source in blocks. UserError: it can't be read or has changed, or no
-    field holds a text.
+    """Yield all records of a source in blocks.
+
+    Raises:
+        UserError: it can't be read or has changed, or no field holds a text.
     """
+    # Both are set by this reading, and a source may be read again.
     source.key = None
     source.position = 0
     try:
@@ -189,6 +203,8 @@ def read_blocks(source: Source) -> Iterator[RecordBlock]:
             if number == 0 and source.key is None and source.kind in ("jsonl", "json", "hub"):
                 choose_json_key(source, records)
             yield RecordBlock(source.name, number, source.key, records)
+        # After the last record: a file that grows while it is read would give another corpus the
+        # next time.
         if source.path is not None and source.size_and_time not in (
             (0, 0),
             _size_and_time(source.path),
@@ -208,6 +224,7 @@ def _records(source: Source) -> Iterator[Record]:
         else os.fdopen(os.dup(sys.stdin.fileno()), "rb") as raw
     ):
         if source.path is not None and source.kind in TABLES:
+            # Tables are read at random places, so their bytes are hashed in a second pass.
             yield from TABLES[source.kind](source, raw)
             source.sha256 = file_sha256(source.path)
             return
@@ -239,6 +256,8 @@ def group_records(records: Iterable[Record]) -> Iterator[list[Record]]:
         size += (
             sum(map(len, map(str, content.values()))) if isinstance(content, dict) else len(content)
         )
+        # By content and number, not by processes or time: a resumed preparation finds the same
+        # blocks.
         if size >= _BLOCK_BYTES or len(block) == _BLOCK_RECORDS:
             yield block
             block = []
@@ -257,8 +276,9 @@ def file_sha256(path: Path) -> str:
 
 
 def _stored_bytes(source: Source, raw: IO[bytes], size: int) -> Iterator[bytes]:
-    """Yield a file's bytes as stored; count them in `source.position`, and set `source.sha256`
-    at the end.
+    """Yield a file's bytes as stored.
+
+    It counts them in `source.position`, and sets `source.sha256` at the end.
     """
     digest = hashlib.sha256()
     while data := raw.read(size):

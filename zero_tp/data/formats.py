@@ -37,8 +37,10 @@ _ROWS = 256  # rows of a table in memory at once
 
 
 def import_optional(module: str, purpose: str, extra: str = "data") -> ModuleType:
-    """Import a library of an extra. UserError: it is not installed; names the command that
-    installs it.
+    """Import a library of an extra.
+
+    Raises:
+        UserError: it is not installed; names the command that installs it.
     """
     try:
         return importlib.import_module(module)
@@ -66,13 +68,16 @@ def _lines(source: Source, file: IO[bytes]) -> Iterator[Record]:
         number += 1
         if line.strip():
             yield Record(number, _limit(line, "line"))
+        # Skip the rest of a line that is too long, so that it does not become lines of its own.
         while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
             line = file.readline(MAX_LINE_BYTES + 1)
 
 
 def choose_json_key(source: Source, records: Sequence[Record]) -> None:
-    """Choose the field of the text from the objects of the first block. UserError: they have no
-    such field.
+    """Choose the field of the text from the objects of the first block.
+
+    Raises:
+        UserError: they have no such field.
     """
     fields: dict[str, str | None] = {}
     for _, content in records:
@@ -81,12 +86,15 @@ def choose_json_key(source: Source, records: Sequence[Record]) -> None:
             for name, value in parsed.items():
                 kind = None if isinstance(value, str) else json_kind(type(value).__name__)
                 fields[name] = kind if fields.get(name, "") is not None else None
+    # Without any object in the first block there is nothing to choose from: each record is then
+    # judged by itself. With fields and no text among them, the error lists them.
     preferred = source.text_key or TEXT_KEYS[0]
     source.key = preferred if preferred in fields or not fields else choose_key(fields, source)
 
 
 def _json(source: Source, file: io.BufferedReader) -> Iterator[Record]:
     """Yield the records of a .json file: an array of objects, JSON lines, or one object."""
+    # `peek` moves nothing: the branch below reads from the beginning.
     if file.peek(2**16).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         yield from _json_array(source, file)
         return
@@ -96,7 +104,11 @@ def _json(source: Source, file: io.BufferedReader) -> Iterator[Record]:
             yield Record(first, content)
             yield from lines
             return
+        # The first line is no object of its own: an object over several lines, or JSON lines whose
+        # first one is bad.
         whole = _limit(content + file.read(MAX_LINE_BYTES + 1), "file")
+        # No object as a whole either: then each line counts for itself, and only the bad ones are
+        # lost.
         if isinstance(whole, bytes) and isinstance(parse_dict(whole), Problem):
             yield from (
                 Record(first - 1 + place, line) for place, line in _lines(source, io.BytesIO(whole))
@@ -121,8 +133,9 @@ def _json_array(source: Source, file: io.BufferedReader) -> Iterator[Record]:
 
 
 def _text(source: Source, file: IO[bytes]) -> Iterator[Record]:
-    """Yield the documents of a .txt file: the file, its lines, or its paragraphs between blank
-    lines.
+    """Yield the documents of a .txt file.
+
+    A document is the file, a line, or a paragraph between blank lines (`document_unit`).
     """
     if source.document_unit == "file":
         yield Record(0, _limit(file.read(MAX_LINE_BYTES + 1), "document"))
@@ -135,6 +148,7 @@ def _text(source: Source, file: IO[bytes]) -> Iterator[Record]:
             if has_text:
                 place, first = next(paragraph)
                 text = bytearray(first)
+                # The lines of a paragraph that is too long are read on without being kept.
                 for _, line in paragraph:
                     text += line if len(text) <= MAX_LINE_BYTES else b""
                 content = _limit(bytes(text), "document")
@@ -147,8 +161,9 @@ def _text(source: Source, file: IO[bytes]) -> Iterator[Record]:
 
 
 def choose_columns(source: Source, fields: Mapping[str, str | None]) -> list[str]:
-    """Choose the field of the text of a table, and return the columns to read; `fields` as in
-    `choose_key`.
+    """Choose the field of the text of a table; return the columns to read.
+
+    `fields` is that of `choose_key`.
     """
     source.key = choose_key(fields, source)
     if source.key == EVERY_STRING:
@@ -157,11 +172,16 @@ def choose_columns(source: Source, fields: Mapping[str, str | None]) -> list[str
 
 
 def _csv(source: Source, file: io.BufferedReader) -> Iterator[Record]:
-    """Yield the rows of a .csv file: a header, commas, double quotes, and line breaks inside
-    quotes.
+    """Yield the rows of a .csv file, which begins with a header.
+
+    Fields are separated by commas. In double quotes, they may contain line breaks.
     """
+    # Python's own limit is 131,072 characters a field, less than many documents.
     csv.field_size_limit(MAX_LINE_BYTES)
+    # Bytes that are not UTF-8 become surrogates, and are then a problem of their row alone
+    # (`document_of`). Lines end at \n only, because a quoted field may contain \r.
     text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="\n")
+    # With `strict`, a quote inside a field or a missing one is an error, and not part of a text.
     rows = csv.reader(text, strict=True)
     try:
         header = next((row for row in rows if row), None)  # blank lines may precede it
@@ -172,6 +192,7 @@ def _csv(source: Source, file: io.BufferedReader) -> Iterator[Record]:
         return
     columns = {name: header.index(name) for name in choose_columns(source, dict.fromkeys(header))}
     while True:
+        # The line where the row begins: a row with line breaks in quotes has several.
         place = rows.line_num + 1
         try:
             row = next(rows, None)
@@ -245,6 +266,7 @@ def _ipc_batches(source: Source, file: IO[bytes]) -> Iterator[Any]:
     ipc = import_optional("pyarrow.ipc", source.name)
     magic = file.read(6)
     file.seek(0)
+    # The file format begins with it, the stream format with its first message.
     if magic == b"ARROW1":
         table = ipc.open_file(file)
         batches = map(table.get_batch, range(table.num_record_batches))
@@ -252,13 +274,16 @@ def _ipc_batches(source: Source, file: IO[bytes]) -> Iterator[Any]:
         table = batches = ipc.open_stream(file)
     columns = _text_columns(source, table.schema)
     for batch in batches:
+        # A batch of an Arrow file may be all of it; Parquet's reader takes the number of rows
+        # itself.
         for start in range(0, len(batch), _ROWS):
             yield batch.select(columns).slice(start, _ROWS)
 
 
 def _column_values(column: Any, pyarrow: ModuleType) -> list[Any]:
-    """Return the values of a column as JSON has them: texts, lists of them and dicts; None for all
-    other values.
+    """Return the values of a column as JSON has them.
+
+    They are texts, lists of them and dicts. All other values are None.
 
     A text is returned as bytes, because one that is not UTF-8 is a problem of its row alone.
     Reading a damaged column unchecked would crash the process; validation raises ArrowInvalid.
@@ -267,6 +292,7 @@ def _column_values(column: Any, pyarrow: ModuleType) -> list[Any]:
         column.validate(full=True)
         return [_without_bytes(value) for value in column.to_pylist(maps_as_pydicts="strict")]
     is_dictionary = hasattr(column, "dictionary")
+    # A dictionary is validated before it is decoded: a wrong index would read outside its values.
     column.validate(full=is_dictionary)
     binary = (column.dictionary_decode() if is_dictionary else column).cast(pyarrow.large_binary())
     binary.validate(full=True)

@@ -14,11 +14,13 @@ from zero_tp.data.records import HUB, Problem, Record, Source
 
 
 def read_hub(source: Source) -> Iterator[Record]:
-    """Yield the rows of a data set of the Hugging Face hub, streamed. UserError: neither it nor a
-    cache can be read.
+    """Yield the rows of a data set of the Hugging Face hub, streamed.
 
     Files of JSON are read by our own reader. That of datasets decides the types of all fields by
     the first 10 MB, and ends where another field than the text has another type later.
+
+    Raises:
+        UserError: neither it nor a cache can be read.
     """
     name, config, split = [*source.name.removeprefix(HUB).split(":", 2), "", ""][:3]
     datasets, hub = (
@@ -63,6 +65,7 @@ def read_hub(source: Source) -> Iterator[Record]:
 
 
 def _streamed_rows(source: Source, stream: Any) -> Iterator[dict[str, Any]]:
+    # Some data sets declare no types: those of the first row are then taken for texts.
     features = stream.features or {key: None for key in next(iter(stream), {})}
     if not features:
         return
@@ -76,6 +79,7 @@ def _streamed_rows(source: Source, stream: Any) -> Iterator[dict[str, Any]]:
 def _json_files(builder: Any, split: str) -> list[str]:
     """Return the paths or URLs of a split's files if all are JSON that our reader can read."""
     settings = builder.config
+    # Ours reads only plain JSON in UTF-8; anything else goes through the library.
     if builder.name != "json" or settings.field is not None or settings.encoding != "utf-8":
         return []
     files = {str(key): list(paths) for key, paths in (settings.data_files or {}).items()}.get(
@@ -85,8 +89,9 @@ def _json_files(builder: Any, split: str) -> list[str]:
 
 
 def _compression_of(file: str) -> str | None:
-    """Return the ending of a JSON file's compression, "" without one; None if it is another kind
-    of file.
+    """Return the ending of a JSON file's compression, "" without one.
+
+    None: it is another kind of file.
     """
     endings = PurePosixPath(file).suffixes[-2:]
     ending = endings.pop() if endings and endings[-1] in COMPRESSIONS else ""

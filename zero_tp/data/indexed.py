@@ -61,8 +61,9 @@ _OPENING_CHECKS = (
 
 
 class CorpusContent(NamedTuple):
-    """The SHA-256 of PREFIX.bin, and the smallest and largest of its ids (0 and -1 if it has
-    none).
+    """The SHA-256 of PREFIX.bin, and its smallest and largest id.
+
+    Without ids they are 0 and -1.
     """
 
     sha256: str
@@ -115,6 +116,7 @@ class IndexedCorpus:
             ) from error
 
     def _open(self, index: Path, data: Path) -> None:
+        """Map both files and check what can be checked without reading all of them."""
         with open(index, "rb") as file:
             header = file.read(HEADER.size)
         magic, version, code, sequences, boundaries = HEADER.unpack(header.ljust(HEADER.size))
@@ -134,6 +136,8 @@ class IndexedCorpus:
         ):  # Megatron may append one byte a sequence (its modes)
             problem = f"{expected:,} bytes expected for {sequences:,} sequences, found {size:,}"
             raise UserError(f"{index}: {problem}; {_WRITE_AGAIN}")
+        # The header has 34 bytes, so the entries are not aligned: NumPy reads such views, but some
+        # of its functions copy them.
         entries = np.memmap(index, mode="r", dtype=np.uint8)[HEADER.size :]
         self._sizes = entries[: 4 * sequences].view("<i4")
         self._pointers = entries[4 * sequences : 12 * sequences].view("<i8")
@@ -149,6 +153,7 @@ class IndexedCorpus:
                 f"{self.dtype.name}, found {size:,}; "
                 f"{_WRITE_AGAIN}"
             )
+        # A trillion tokens must open at once: every rank opens every corpus.
         self._check_index(_OPENING_CHECKS)
         self._data = (
             np.memmap(data, mode="r", dtype=self.dtype) if self.tokens else np.empty(0, self.dtype)
@@ -163,11 +168,14 @@ class IndexedCorpus:
         )
 
     def _check_index(self, max_blocks: int | None = None) -> None:
-        """Check sequences and document boundaries, in at most `max_blocks` blocks of the index;
-        None: in all.
+        """Check sequences and document boundaries.
+
+        Args:
+            max_blocks: how many blocks of the index to look at; None: all.
         """
         for block in _blocks(len(self._sizes), max_blocks):
             sizes = self._sizes[block].astype(np.int64)
+            # The sum begins anew at each block, so blocks can be checked alone.
             ends = self._tokens_before(block.start) + np.cumsum(sizes)
             if (sizes < 0).any() or (
                 self._pointers[block] != (ends - sizes) * self.dtype.itemsize
@@ -192,15 +200,18 @@ class IndexedCorpus:
 
     @cached_property
     def content(self) -> CorpusContent:
-        """The content of PREFIX.bin: from the cache, else by reading all of it (a core hashes 1.8
-        GB/s).
+        """The content of PREFIX.bin.
+
+        It is read from the cache, else by reading all of the file (a core hashes 1.8 GB/s).
 
         The cache does not notice damage by a disk, which changes no times.
         """
+        # Before the reading; compared after it.
         stamp = self._stamp()
         path = bin_path(self.prefix)
         with contextlib.suppress(OSError, InvalidJson, KeyError, TypeError):
             cached = read_object(content_path(self.prefix))
+            # The entry has a hash of itself: one that was cut or edited is not believed.
             if cached == _cache_entry(stamp, cached["content"]):
                 return CorpusContent(**cached["content"])
         self._check_index()
@@ -209,6 +220,7 @@ class IndexedCorpus:
             raise UserError(
                 f"{path} was written to while it was read: start again after the writing has ended"
             )
+        # Damage since `prepare` is found here, if the corpus still has its report.
         _check_report(path, content.sha256)
         with contextlib.suppress(OSError):  # the directory can't be written
             entry = _cache_entry(stamp, content._asdict())
@@ -216,8 +228,9 @@ class IndexedCorpus:
         return content
 
     def _stamp(self) -> list[int]:
-        """Return the size and times of both files. Every write changes them, because no program
-        can set the ctime.
+        """Return the size and times of both files.
+
+        Every write changes them, because no program can set the ctime.
         """
         files = [path.stat() for path in (bin_path(self.prefix), idx_path(self.prefix))]
         return [
@@ -236,14 +249,18 @@ class IndexedCorpus:
             digest.update(part.data)
             low = int(part.min())
             high = int(part.max())
+            # The first part sets both: with the initial values 0 and -1, a smallest id above 0
+            # would be lost.
             smallest, largest = (min(smallest, low), max(largest, high)) if start else (low, high)
         return CorpusContent(digest.hexdigest(), smallest, largest)
 
     def check_vocabulary(
         self, size: int, owner: str = "model", remedy: str = _MODEL_REMEDY
     ) -> None:
-        """Check that all token ids are below `size`, that of the owner's vocabulary. UserError:
-        one is not.
+        """Check that all token ids are below `size`, that of the owner's vocabulary.
+
+        Raises:
+            UserError: one is not.
         """
         wrong = self.content.smallest if self.content.smallest < 0 else self.content.largest
         if self.content.smallest < 0 or wrong >= size:
@@ -254,8 +271,9 @@ class IndexedCorpus:
             )
 
     def identity(self, *, hash_tokens: bool = True) -> dict[str, Any]:
-        """Return what identifies the corpus at any path: `documents`, `tokens`, `type`, `sha256`
-        and `content`.
+        """Return what identifies the corpus at any path.
+
+        The keys are `documents`, `tokens`, `type`, `sha256` and `content`.
 
         `sha256` is of PREFIX.idx and of 64 evenly spread blocks of PREFIX.bin, so it may miss a
         change of a few tokens. `content` is the hash of all of PREFIX.bin; without `hash_tokens` it
@@ -268,6 +286,7 @@ class IndexedCorpus:
         _check_report(idx_path(self.prefix), digest.hexdigest())
         count = _HASHED_BYTES // _HASHED_BLOCKS // self.dtype.itemsize
         for i in range(_HASHED_BLOCKS):
+            # The first block begins at token 0, and the last one ends with the last token.
             start = max(0, self.tokens - count) * i // (_HASHED_BLOCKS - 1)
             digest.update(self._data[start : start + count].tobytes())
         facts = {
@@ -279,14 +298,18 @@ class IndexedCorpus:
         return facts | ({"content": self.content.sha256} if hash_tokens else {})
 
     def document(self, i: int) -> npt.NDArray[np.int64]:
-        """Return the token ids of document `i`, int64 [tokens of the document]. IndexError:
-        there is none.
+        """Return the token ids of document `i`, int64 [tokens of the document].
+
+        Raises:
+            IndexError: there is none.
         """
         return self.read(*self.extent(i))
 
     def extent(self, i: int) -> tuple[int, int]:
         """Return where document `i` begins in the flat stream, and its length [tokens].
-        IndexError: there is none.
+
+        Raises:
+            IndexError: there is none.
         """
         if not 0 <= i < len(self):
             raise IndexError(f"document {i} of {len(self)}")
@@ -294,25 +317,30 @@ class IndexedCorpus:
         return start, end - start
 
     def sequence_starts(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the indices, ascending, of the tokens of `read(start, count)` that begin a
-        sequence.
+        """Return which tokens of `read(start, count)` begin a sequence.
+
+        Indices into these tokens, ascending, int64.
         """
         first, last = (
             bisect_right(self._pointers, end * self.dtype.itemsize - 1)
             for end in (start, start + count)
         )
+        # Empty sequences begin where the next one does; they are no starts.
         starts = self._pointers[first:last][self._sizes[first:last] > 0]
         return starts.astype(np.int64) // self.dtype.itemsize - start
 
     def document_starts(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return where documents `first` … `last` - 1 begin in the flat stream [tokens], int64
-        [last - first].
+        """Return where documents `first` … `last` - 1 begin in the flat stream.
+
+        int64 [last - first], in tokens.
 
         Document `len(self)` begins at the end of the stream. Not cached: a billion documents would
         take 8 GB.
         """
         sequences = self._documents[first:last]
         starts = np.full(len(sequences), self.tokens, np.int64)
+        # The boundary after the last document, and empty documents at the end, have no sequence to
+        # ask.
         is_inside = sequences < len(self._sizes)
         starts[is_inside] = self._pointers[sequences[is_inside]] // self.dtype.itemsize
         return starts
@@ -323,11 +351,13 @@ class IndexedCorpus:
         return any((np.diff(starts) >= min_tokens).any() for starts in blocks)
 
     def document_ids(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the number of the document of each token of `read(start, count)`, int64
-        [count].
+        """Return the document's number of each token of `read(start, count)`.
+
+        int64 [count].
         """
         first, last = (self._document_of(token) for token in (start, start + count - 1))
         starts = self.document_starts(first, last + 1)
+        # The first document may begin before these tokens.
         starts[0] = start
         return np.repeat(np.arange(first, last + 1), np.diff(starts, append=start + count))
 
@@ -337,8 +367,10 @@ class IndexedCorpus:
         return bisect_right(self._documents, sequence) - 1
 
     def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Copy tokens `start` … `start + count - 1` of the stream, int64 [count]. IndexError:
-        out of range.
+        """Copy tokens `start` … `start + count - 1` of the stream, int64 [count].
+
+        Raises:
+            IndexError: out of range.
         """
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens {start} to {start + count} of {self.tokens} in {self.prefix}")
@@ -361,8 +393,10 @@ def _cache_entry(stamp: list[int], content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_report(path: Path, sha256: str) -> None:
-    """Compare a file's SHA-256 with that in `prepare`'s report, if there is one. UserError: they
-    differ.
+    """Compare a file's SHA-256 with that in `prepare`'s report, if there is one.
+
+    Raises:
+        UserError: they differ.
     """
     try:
         recorded = read_object(path.with_name(REPORT))["files"][path.name]["sha256"]
@@ -395,12 +429,17 @@ class IndexedWriter:
     def add_documents(
         self, ids: npt.ArrayLike, sizes: npt.ArrayLike, begins: npt.ArrayLike | None = None
     ) -> None:
-        """Append documents of `sizes` tokens, with concatenated ids. UserError: an id is outside
-        the vocabulary.
+        """Append documents of `sizes` tokens, with concatenated ids.
+
+        Documents of 3 and 2 tokens, of which the first has two sentences: `begins` is 1 0 1 1 0.
+        The index gets sequences of 2, 1 and 2 tokens; the documents begin at sequences 0 and 2.
 
         Args:
             begins: whether each token begins a sentence, bool; each sentence is a sequence. None:
                 each document.
+
+        Raises:
+            UserError: an id is outside the vocabulary.
         """
         values = np.asarray(ids)
         lengths = np.asarray(sizes, dtype=np.int64)
@@ -423,6 +462,8 @@ class IndexedWriter:
             if begins is None
             else np.setdiff1d(np.flatnonzero(begins), ends - lengths)
         )
+        # The starts of documents are taken from their sizes, so an empty document has a sequence,
+        # too.
         starts = np.sort(np.concatenate([ends - lengths, inside]))
         self._sizes.frombytes(np.diff(starts, append=values.size).astype(np.intc).tobytes())
         sequences = 1 + np.searchsorted(inside, ends) - np.searchsorted(inside, ends - lengths)
@@ -434,7 +475,10 @@ class IndexedWriter:
         self._file.close()
         sizes = np.array(self._sizes, dtype="<i4")
         starts = np.zeros(len(sizes), dtype="<i8")
+        # In 64 bits: the lengths are of 32, and their sum need not fit.
         np.cumsum(sizes[:-1], out=starts[1:])
+        # Last, because a corpus without an index is none: a killed writer leaves no corpus that
+        # looks complete.
         with open(idx_path(self.prefix), "wb") as file:
             code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
             file.write(HEADER.pack(MAGIC, VERSION, code, len(sizes), len(self._documents)))

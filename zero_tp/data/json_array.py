@@ -1,5 +1,6 @@
-"""Split a JSON array into its elements, unparsed: the parser of JSON lines then reads each of
-them.
+"""Split a JSON array into its elements, without parsing them.
+
+The parser of JSON lines then reads each of them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ def array_elements(file: io.BufferedReader, limit: int) -> Iterator[bytes]:
 
     Brackets, strings and commas are followed, nothing is parsed. So a bad element costs no other.
 
+        {"a": "],"}, nonsense, [2, {}]]     yields {"a": "],"}, then nonsense, then [2, {}]
+
+    The marks in the string mean nothing, and the last `]`, at depth 0, ends the array.
+
     Args:
         limit: memory bound; the rest of an element of more bytes is skipped, and more than `limit`
             bytes are yielded.
@@ -34,6 +39,8 @@ def array_elements(file: io.BufferedReader, limit: int) -> Iterator[bytes]:
     rest = b""
     is_first = True
     while chunk := file.read1(_CHUNK):
+        # Only an escape is carried over. Everything else can be cut anywhere: depth and `in_string`
+        # go on in the next chunk.
         data = rest + chunk
         position = 0
         start = 0
@@ -46,9 +53,13 @@ def array_elements(file: io.BufferedReader, limit: int) -> Iterator[bytes]:
                 if data[position:] == b"\\":  # the byte that it escapes is in the next chunk
                     rest = b"\\"
                     break
+                # The string goes on in the next chunk, or the match has stopped at the closing
+                # quote, which is skipped.
                 in_string = position == len(data)
                 position = position + 1
                 continue
+            # A regular expression finds the next mark. A loop over bytes in Python would be far
+            # slower.
             match = (_INSIDE if depth else _BETWEEN).search(data, position)
             if match is None:
                 break
@@ -59,6 +70,7 @@ def array_elements(file: io.BufferedReader, limit: int) -> Iterator[bytes]:
                 depth += (mark in b"[{") - (mark in b"]}")
             elif mark in b",]":
                 element += data[start : match.start()]
+                # `[]` has no element. `[1,]` has an empty second one, which is a bad record.
                 if mark == b"," or not is_first or element.strip():
                     yield bytes(element)
                 if mark == b"]":
@@ -67,6 +79,7 @@ def array_elements(file: io.BufferedReader, limit: int) -> Iterator[bytes]:
                 is_first = False
                 start = position
                 element.clear()
+        # The rest of a longer element is followed to its end but not kept.
         if len(element) <= limit:
             element += data[start : len(data) - len(rest)]
     raise EOFError("it ends inside the array")

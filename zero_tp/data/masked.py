@@ -1,5 +1,6 @@
-"""Samples of the masked objective: two segments of a document, in order or swapped, with whole
-words masked.
+"""Samples of the masked objective.
+
+A sample is two segments of a document, in order or swapped, with whole words masked.
 
 A row is `[CLS] A [SEP] B [SEP]`, padded to the sequence length s. A and B are consecutive segments
 of a document, s - 3 tokens together; B begins with a sentence. Half of the samples have them
@@ -15,6 +16,12 @@ the later segment would reveal the order.
 Whole words are masked in n-grams of consecutive words of one segment, as in BERT and Megatron-LM.
 The tokenizer's marks define a word: WordPiece's `##` continues one; byte-level BPE's `Ġ` (and white
 space) or SentencePiece's `▁` begins one.
+
+A row of s = 10 before masking, in order. Swapped, the segment of the text's end comes first:
+
+    input_ids         [CLS] a0 a1 a2 [SEP] b0 b1 b2 [SEP] [PAD]
+    token_type_ids      0    0  0  0   0    1  1  1   1     0
+    attention_mask      1    1  1  1   1    1  1  1   1     0
 """
 
 from __future__ import annotations
@@ -40,6 +47,7 @@ from zero_tp.data.tokenizer import MaskingVocabulary
 MASKED = 0.8
 RANDOM = 0.1
 """Shares of the selected tokens that become the mask token and a random one; the others stay."""
+# Most tries hit while a row is mostly free. Listing all places for each n-gram would take longer.
 _TRIES = 16  # random places to try for an n-gram; then all free places are listed
 _TRAINING, _VALIDATION = 1, 2  # in the key of random numbers, so that both draw different ones
 _DOCUMENTS = 1024  # documents whose windows are counted at once
@@ -62,7 +70,15 @@ class Masking:
     def __call__(
         self, row: npt.NDArray[np.int64], randoms: Iterator[float]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the masked row [s], and its labels [s]: the token that was masked, or -100."""
+        """Return the masked row [s], and its labels [s]: the token that was masked, or -100.
+
+        The words of a row of two segments:
+
+            row        [CLS] play ##ing cat [SEP] dog [SEP]
+            begins           1          3         5             where words begin
+            sizes            2          1         1             in tokens
+            follows          True       False                   no n-gram joins cat and dog
+        """
         vocabulary = self.vocabulary
         maskable = ~vocabulary.special[row]
         begins = np.flatnonzero(vocabulary.word_begins(row))
@@ -74,6 +90,8 @@ class Masking:
         inputs = row.copy()
         labels = np.full_like(row, IGNORE_INDEX)
         for word, n in ngrams(sizes.tolist(), follows.tolist(), budget, self.max_ngram, randoms):
+            # Each token is replaced by itself, as in BERT: a word may become one mask and one
+            # random token.
             for place in range(begins[word], begins[word + n - 1] + sizes[word + n - 1]):
                 labels[place] = row[place]
                 kind = next(randoms)
@@ -84,6 +102,7 @@ class Masking:
         return inputs, labels
 
     def _random(self, randoms: Iterator[float]) -> int:
+        # Drawn again instead of from a list of ordinary tokens: few are special.
         while self.vocabulary.special[token := int(next(randoms) * len(self.vocabulary.special))]:
             pass
         return token
@@ -92,8 +111,9 @@ class Masking:
 def ngrams(
     sizes: list[int], follows: list[bool], budget: int, max_ngram: int, randoms: Iterator[float]
 ) -> Iterator[tuple[int, int]]:
-    """Yield disjoint n-grams as (first word, n), until `budget` tokens are selected or no other
-    word fits.
+    """Yield disjoint n-grams as (first word, n).
+
+    They end when `budget` tokens are selected or no other word fits.
 
     n is drawn first, with probability ∝ 1/n, and then one of its free places, all with the same
     probability. If none is left for n words within the budget, n - 1 words are tried; this happens
@@ -105,6 +125,7 @@ def ngrams(
             between.
     """
     cumulative_weights = list(accumulate(1 / n for n in range(1, max_ngram + 1)))
+    # Tokens before each word: the size of an n-gram is a difference.
     before = [0, *accumulate(sizes)]
     free = [True] * len(sizes)
     count = len(sizes)
@@ -119,7 +140,9 @@ def ngrams(
 
     while budget > 0:
         longest = bisect(cumulative_weights, next(randoms) * cumulative_weights[-1]) + 1
+        # A word has at least one token, so more words than the budget never fit.
         for n in range(min(longest, budget), 0, -1):
+            # Rejection: of the places that fit, each is hit with the same probability.
             candidates = (int(next(randoms) * count) for _ in range(_TRIES))
             word = next((word for word in candidates if fits(word, n)), None)
             if word is None and (places := [word for word in range(count) if fits(word, n)]):
@@ -136,8 +159,10 @@ def ngrams(
 def trim(
     parts: Sequence[npt.NDArray[np.int64]], limit: int, randoms: Iterator[float]
 ) -> list[npt.NDArray[np.int64]]:
-    """Trim parts of a row to `limit` tokens in all: the longest part loses one token at a time,
-    at either end.
+    """Trim parts of a row to `limit` tokens in all.
+
+    The longest part loses one token at a time, at either end. Of 5 and 2 tokens and a limit of 5,
+    the first part loses two; of 5 and 4 tokens and a limit of 6, it loses two and the other one.
     """
     spans = [[0, len(part)] for part in parts]
     for _ in range(sum(map(len, parts)) - limit):
@@ -153,6 +178,10 @@ class DocumentWindows:
     """The windows of a corpus' documents, numbered in order.
 
     Memory: 8 bytes per block of 1,024 documents; `locate` counts the windows inside a block again.
+    With a length of 40 and a shortest window of 3 tokens:
+
+        document of 100 tokens    3 windows, from the tokens 0, 40 and 80
+        document of 82 tokens     2 windows; the last 2 tokens are too few for a third
 
     Args:
         length: tokens of a window; windows of a document begin at this stride.
@@ -163,12 +192,14 @@ class DocumentWindows:
         self.corpus = corpus
         self.length = length
         self.shortest = shortest
+        # Counts of single documents are not kept: a billion of them would take 8 GB.
         counts = [int(self._counts(first).sum()) for first in range(0, len(corpus), _DOCUMENTS)]
         self._before = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
     def _counts(self, first: int) -> npt.NDArray[np.int64]:
-        """Return the windows of each of the documents from `first` on, int64 [at most
-        _DOCUMENTS].
+        """Return the number of windows of each document from `first` on.
+
+        int64 [at most _DOCUMENTS].
         """
         sizes = np.diff(self.corpus.document_starts(first, first + _DOCUMENTS + 1))
         return (sizes + (self.length - self.shortest)) // self.length
@@ -214,8 +245,9 @@ class MaskedRowBuilder:
         return 3 if self.sentence_order else 2
 
     def windows(self, corpus: IndexedCorpus) -> DocumentWindows:
-        """Return the windows of a corpus, the shortest with the eos token and one token for each
-        segment.
+        """Return the windows of a corpus.
+
+        The shortest has room for the eos token and one token for each segment.
         """
         return DocumentWindows(
             corpus, self.sequence_length - self.special_count, self.special_count
@@ -224,32 +256,39 @@ class MaskedRowBuilder:
     def row(
         self, windows: DocumentWindows, w: int, randoms: Iterator[float]
     ) -> dict[str, npt.NDArray[np.int64]]:
-        """Return window w as a row of a `MaskedBatch`, by name; `randoms` yields its random
-        numbers.
+        """Return window w as a row of a `MaskedBatch`, by name.
+
+        `randoms` yields its random numbers.
         """
         tokens, begins = self._window(windows, w)
         if not self.sentence_order:
             return self._assemble([tokens], False, randoms)
+        # No sentence begins inside the window: cut at a word.
         if not len(begins):
             begins = np.flatnonzero(self.masking.vocabulary.word_begins(tokens)[1:]) + 1
+        # Not even a word begins inside: cut at any token.
         cuts = begins if len(begins) else np.arange(1, len(tokens))
         cut = int(cuts[int(next(randoms) * len(cuts))])
+        # Trimmed before they are swapped, so that the order has no influence on which ends are
+        # lost.
         parts = trim(
             [tokens[:cut], tokens[cut:]], self.sequence_length - self.special_count, randoms
         )
         return self._assemble(parts, next(randoms) < 0.5, randoms)
 
     def empty(self) -> dict[str, npt.NDArray[np.int64]]:
-        """Return a row that is not scored: padding after a [CLS], because softmax needs one
-        visible token.
+        """Return a row that is not scored.
+
+        It has padding after a [CLS], because softmax needs one visible token.
         """
         return self._assemble([], IGNORE_INDEX, iter(()))
 
     def _assemble(
         self, parts: list[npt.NDArray[np.int64]], swapped: int, randoms: Iterator[float]
     ) -> dict[str, npt.NDArray[np.int64]]:
-        """Return a masked row of segments in the order of the text; `swapped` is its
-        `next_sentence_label`.
+        """Return a masked row of segments.
+
+        The parts are in the order of the text; `swapped` is the row's `next_sentence_label`.
         """
         vocabulary = self.masking.vocabulary
         s = self.sequence_length
@@ -259,6 +298,7 @@ class MaskedRowBuilder:
         row[0] = vocabulary.classifier
         for kind, part in enumerate(reversed(parts) if swapped else parts):
             end = used + len(part)
+            # The separator belongs to the segment before it, as in BERT.
             row[used:end], row[end], types[used : end + 1] = part, vocabulary.separator, kind
             used = end + 1
         labels = np.full(s, IGNORE_INDEX, np.int64)
@@ -278,8 +318,14 @@ class MaskedRowBuilder:
     def _window(
         self, windows: DocumentWindows, w: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the tokens of window w without the eos token, and the starts of all sentences
-        but the first.
+        """Return the tokens of window w, and where its sentences begin.
+
+        The eos token and the start of the first sentence are left out. Windows of 8 tokens, two
+        segments, a document whose sentences a, b, c, d, e begin at the tokens 0, 5, 10, 12 and 15:
+
+            window 1    begins at 8, inside b: moved back to 5, at most half a window
+                        ends at 5 + 8, inside d: moved on to 15, where e begins
+            returned    b0 … b4 c0 c1 d0 d1 d2, and [5, 7]; `row` trims the 10 tokens to 8
         """
         corpus = windows.corpus
         length = windows.length
@@ -293,6 +339,7 @@ class MaskedRowBuilder:
             starts = corpus.sequence_starts(first + lowest, start - lowest + 1)
             start = lowest + int(starts[-1]) if len(starts) else start
         stop = min(start + length, size)
+        # From the second token on: the first sentence has nothing before it to be cut from.
         begins = corpus.sequence_starts(first + start + 1, stop - start - 1) + 1
         if self.sentence_order and len(begins):
             after = corpus.sequence_starts(first + stop, min(length, size - stop))
@@ -303,6 +350,7 @@ class MaskedRowBuilder:
             else:
                 begins = begins[:0]
         tokens = corpus.read(first + start, stop - start)
+        # In the text's last segment only, the eos would tell the order.
         if stop == size and tokens[-1] == self.masking.vocabulary.eos:
             tokens = tokens[:-1]
         return tokens, begins[begins < len(tokens)]
@@ -330,8 +378,9 @@ class MaskedSamples(TrainingSamples[MaskedBatch]):
         super().__init__(prefixes, corpora, [len(windows) for windows in self._windows], seed)
 
     def identities(self, *, hash_tokens: bool = True) -> dict[str, dict[str, Any]]:
-        """Return prefix → `IndexedCorpus.identity`, and `vocabulary`: the hash of the masking
-        vocabulary.
+        """Return prefix → `IndexedCorpus.identity` with `vocabulary`.
+
+        That is the hash of the masking vocabulary.
         """
         identities = super().identities(hash_tokens=hash_tokens)
         vocabulary = self.row_builder.masking.vocabulary
@@ -342,6 +391,8 @@ class MaskedSamples(TrainingSamples[MaskedBatch]):
 
     def __getitem__(self, k: int) -> dict[str, npt.NDArray[np.int64]]:
         """Return sample k as a row of a batch, int64 [s] each and `next_sentence_label` []."""
+        # Every number is drawn from (seed, k), so a sample does not depend on which rank reads it,
+        # or on the samples before it.
         corpus, _, window = (int(part[0]) for part in self.locate(np.array([k])))
         return self.row_builder.row(
             self._windows[corpus], window, uniforms(self.seed, _TRAINING, k)
@@ -352,8 +403,9 @@ class MaskedSamples(TrainingSamples[MaskedBatch]):
 
 
 class MaskedValidation(FixedSamples[MaskedBatch]):
-    """Validation samples of the masked objective: all windows of held-out corpora, with the same
-    masks each time.
+    """Validation samples of the masked objective.
+
+    They are all windows of held-out corpora, with the same masks each time.
     """
 
     def __init__(self, prefixes: Collection[str], row_builder: MaskedRowBuilder) -> None:
@@ -363,6 +415,7 @@ class MaskedValidation(FixedSamples[MaskedBatch]):
         super().__init__(prefixes, corpora, [len(windows) for windows in self._windows])
 
     def _batch(self, numbers: list[int], rows: int) -> MaskedBatch:
+        # One object many times: `_batch` copies the rows when it stacks them.
         batch = [self.row_builder.empty()] * rows
         for i, n in enumerate(numbers):
             corpus, w = self._locate(n)

@@ -10,8 +10,9 @@ T = TypeVar("T")
 
 
 class ReadAhead(Generic[T]):
-    """Reads the next step's batches, up to step `last`, in a thread; a context manager that ends
-    the thread.
+    """Reads the next step's batches, up to step `last`, in a thread.
+
+    A context manager, whose end is that of the thread.
 
     The batches of a step depend on its number alone.
     """
@@ -29,14 +30,18 @@ class ReadAhead(Generic[T]):
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def take(self, step: int) -> T:
-        """Return the batches of `step`, and start to read the next ones. Raises the errors of
-        reading them.
+        """Return the batches of `step`, and start to read the next ones.
+
+        It raises the errors of reading them.
         """
         pending = self._pending
         self._pending = None
+        # Another step than the pending one is read at once: the order of steps is the caller's.
         batches = (
             pending[1].result() if pending is not None and pending[0] == step else self._read(step)
         )
+        # No step after the last one: its samples would be read in vain, while the run saves and
+        # ends.
         if step < self._last:
             self._pending = step + 1, self._thread.submit(self._read, step + 1)
         return batches

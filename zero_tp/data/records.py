@@ -127,6 +127,7 @@ class RecordCounts:
     def add(self, read: int, dropped: Mapping[str, int], problems: Sequence[DroppedRecord]) -> None:
         self.read += read
         self.dropped.update(dropped)
+        # The first ones are enough to see what is wrong; a report of millions would not be read.
         self.problems += problems[: MAX_PROBLEMS - len(self.problems)]
 
     @property
@@ -155,6 +156,8 @@ def document_of(content: RecordContent | Problem, key: str | None) -> Document |
     if isinstance(content, bytes):
         text: Any = content
     elif key == EVERY_STRING:
+        # Surrogates are replaced here, because these texts are only compared with
+        # (`--decontaminate`).
         text = "\n".join(_strings(content)).encode("utf-8", "replace")
     elif key in content:
         text = content[key]
@@ -179,9 +182,11 @@ def document_of(content: RecordContent | Problem, key: str | None) -> Document |
         )
     title = None
     if isinstance(content, bytes):
+        # A text file may come from Windows. JSON strings stay as they were written.
         text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     elif isinstance(content.get(TITLE), str | bytes):
         title = next(_strings(content[TITLE]))
+    # After decoding, because the tokenizer's memory grows with characters, not with bytes.
     if len(text) > MAX_CHARACTERS:
         return Problem(
             "too long",
@@ -228,14 +233,16 @@ def text_of(record: dict[str, Any], location: str, text_key: str) -> str:
 
 
 def choose_key(fields: Mapping[str, str | None], source: Source) -> str:
-    """Return the field of the text: the `text_key`, or the first of `TEXT_KEYS`, or the only field
-    that is a string.
+    """Return the field of the text.
+
+    It is the `text_key`, or the first of `TEXT_KEYS`, or the only field that is a string.
 
     `fields`: name → None for strings, else the name of its type. UserError: there is no such field.
     """
     if source.text_key == EVERY_STRING:
         return EVERY_STRING
     texts = [name for name, kind in fields.items() if kind is None]
+    # The only string field may have any name. Of several, guessing could train on the wrong one.
     candidates = (*TEXT_KEYS, *(texts if len(texts) == 1 else ()))
     for name in candidates if source.text_key is None else (source.text_key,):
         if name in texts:

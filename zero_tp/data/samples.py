@@ -28,6 +28,7 @@ from zero_tp.data.permutation import Permutation
 
 BatchType = TypeVar("BatchType", Batch, MaskedBatch)
 
+# A table of one period makes any sample O(1). A shorter one would round weights more coarsely.
 BLEND_PERIOD = 10_000
 """The schedule's length in samples; a corpus gets its share of them to within 0.01 %."""
 
@@ -76,6 +77,7 @@ class TrainingSamples(ABC, Generic[BatchType]):
         corpora, counts = self._blend.locate(numbers)
         epochs, positions = np.divmod(counts, np.array(self.windows)[corpora])
         windows = np.empty_like(numbers)
+        # A batch touches few pairs of corpus and epoch, and each has a permutation of its own.
         for corpus, epoch in set(zip(corpora.tolist(), epochs.tolist(), strict=True)):
             selected = (corpora == corpus) & (epochs == epoch)
             order = Permutation(self.windows[corpus], self.seed, epoch, corpus)
@@ -95,7 +97,12 @@ class TrainingSamples(ABC, Generic[BatchType]):
 
         Micro-batch i of rank r holds the m samples from step·B + i·d·m + r·m on, so together the
         ranks hold each sample of the step exactly once. The TP ranks of one data-parallel rank get
-        the same batches.
+        the same batches. A global batch of 8, m = 2, a = 2, d = 2; samples counted from step·B:
+
+            micro-batch 0    rank 0: 0 1    rank 1: 2 3
+            micro-batch 1    rank 0: 4 5    rank 1: 6 7
+
+        Read line by line, the rows are the global batch itself, whatever m, a and d are.
         """
         assert global_batch == micro_batch * accumulation * data_size and 0 <= data_rank < data_size
         firsts = (
@@ -110,11 +117,16 @@ class TrainingSamples(ABC, Generic[BatchType]):
 
 
 class PackedSamples(TrainingSamples[Batch]):
-    """Training samples of the causal objective: `samples[k]` is int64 [s + 1], inputs `[:-1]` and
-    targets `[1:]`.
+    """Training samples of the causal objective.
+
+    `samples[k]` is int64 [s + 1], inputs `[:-1]` and targets `[1:]`.
 
     A corpus' token stream is cut into windows of s + 1 tokens at stride s, so an epoch has each
-    target exactly once (except in the tail of fewer than s tokens, which fills no window).
+    target exactly once (except in the tail of fewer than s tokens, which fills no window). Ten
+    tokens and s = 4: neighbouring windows share a token, target of one and input of the other.
+
+        t0 t1 t2 t3 t4                  window 0
+                    t4 t5 t6 t7 t8      window 1; t9 is in no window
 
     With `separate`, the documents of a sample are separate (see batch.py); its token ids are the
     same.
@@ -166,8 +178,9 @@ class PackedSamples(TrainingSamples[Batch]):
 
 
 def _count_targets(corpus: IndexedCorpus, separate: bool) -> int:
-    """Return the tokens but the first; 0 if documents are separate and none has a second token
-    to predict.
+    """Return the number of tokens but the first.
+
+    0 if documents are separate and none has a second token to predict.
     """
     return 0 if separate and not corpus.has_document_with(2) else max(0, corpus.tokens - 1)
 
@@ -186,7 +199,14 @@ def _check_windows(corpora: list[IndexedCorpus], windows: list[int]) -> None:
 
 
 class _Blend:
-    """The schedule of several corpora: which corpus each sample comes from."""
+    """The schedule of several corpora: which corpus each sample comes from.
+
+    Weights 3 : 1 of the corpora A and B. `before` numbers the samples of each corpus:
+
+        sample    0   1   2   3   4   5   6   7   …  10,000
+        corpus    A   A   B   A   A   A   B   A   …  A
+        before    0   1   0   2   3   4   1   5   …  7,500
+    """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         total = sum(weights.values())
@@ -194,8 +214,11 @@ class _Blend:
             if not 0 < weight < float("inf"):
                 raise UserError(f"weight {weight} of {prefix}: a positive number is needed")
         self.period = 1 if len(weights) == 1 else BLEND_PERIOD
+        # Largest remainders: round down, then give the samples that are left to the largest
+        # fractions. A plain rounding need not add up to the period.
         exact = np.array([weight / total * self.period for weight in weights.values()])
         self.shares = np.floor(exact).astype(np.int64)
+        # Stable, because equal fractions must be ordered alike by every version of NumPy.
         by_remainder = np.argsort(self.shares - exact, kind="stable")
         self.shares[by_remainder[: self.period - self.shares.sum()]] += 1
         for prefix, share in zip(weights, self.shares, strict=True):
@@ -213,6 +236,8 @@ class _Blend:
         counts = np.zeros_like(self.shares)
         for i in range(self.period):
             # Integers, because rounding must not change the schedule. Ties go to the first corpus.
+            # The deficit of a corpus after i samples is share · (i + 1) / period - count, here
+            # times the period.
             next_corpus = int(np.argmax(self.shares * (i + 1) - counts * self.period))
             corpus[i], before[i] = next_corpus, counts[next_corpus]
             counts[next_corpus] += 1
@@ -225,6 +250,7 @@ class _Blend:
         """Return the corpus of each sample, and the number of samples of that corpus before it."""
         periods, i = np.divmod(numbers, self.period)
         corpora = self._corpus[i]
+        # Every period takes exactly its share of each corpus, so earlier periods need no table.
         return corpora, periods * self.shares[corpora] + self._before[i]
 
 
@@ -255,9 +281,11 @@ class FixedSamples(ABC, Generic[BatchType]):
         return int(self._first[-1])
 
     def shares(self, limit: int) -> list[tuple[float, int]]:
-        """Return the share of each corpus in the weights, and its windows of `limit` by that
-        share, at least one.
+        """Return (share in the weights, number of windows) of each corpus.
+
+        Its windows are its share of `limit`, at least one.
         """
+        # At least one, because a corpus without a window would have no figure.
         return [(weight, max(1, round(limit * weight))) for weight in self._weights]
 
     def _locate(self, i: int) -> tuple[int, int]:
@@ -267,8 +295,9 @@ class FixedSamples(ABC, Generic[BatchType]):
 
     @abstractmethod
     def _batch(self, numbers: list[int], rows: int) -> BatchType:
-        """Return windows as the first rows of a batch of `rows`; the other rows have only labels
-        -100.
+        """Return windows as the first rows of a batch of `rows`.
+
+        The other rows have only labels -100.
         """
 
     def batches(
@@ -279,8 +308,14 @@ class FixedSamples(ABC, Generic[BatchType]):
         data_size: int,
         corpus: int | None = None,
     ) -> Iterator[BatchType]:
-        """Yield one rank's batches, of one shape and as many on every rank: ZeRO-3 gathers weights
-        in lock-step.
+        """Yield one rank's batches.
+
+        All have one shape, and every rank has as many: ZeRO-3 gathers weights in lock-step.
+
+        Five windows, m = 2, d = 2; a dot is a row without labels:
+
+            first batch     rank 0: 0 1    rank 1: 2 3
+            second batch    rank 0: 4 .    rank 1: . .
 
         Args:
             limit: windows to score over all ranks, evenly spread; None: all. The topology never
@@ -298,12 +333,15 @@ class FixedSamples(ABC, Generic[BatchType]):
             data_rank * micro_batch, count + data_rank * micro_batch, micro_batch * data_size
         ):
             numbers = range(first, min(first + micro_batch, count))
+            # Of 10 windows, a limit of 4 takes 0, 2, 5 and 7: spread over the corpus, not its
+            # beginning.
             yield self._batch([offset + n * total // count for n in numbers], micro_batch)
 
 
 class ValidationSamples(FixedSamples[Batch]):
-    """Validation samples of the causal objective: all held-out tokens but a corpus' first are
-    targets exactly once.
+    """Validation samples of the causal objective.
+
+    All held-out tokens but a corpus' first are targets exactly once.
 
     Windows of s inputs at stride s; the last window of a corpus is padded with token 0 and labels
     -100. With `separate` documents (see batch.py), the first token of each is no target either.
@@ -328,6 +366,8 @@ class ValidationSamples(FixedSamples[Batch]):
 
     def _batch(self, numbers: list[int], rows: int) -> Batch:
         s = self.sequence_length
+        # Token 0 is in every vocabulary. It is never a label, and it comes after all real tokens,
+        # so no real token attends to it.
         windows = torch.zeros(rows, s + 1, dtype=torch.long)
         documents = torch.full_like(windows, PADDING)
         for row, i in enumerate(numbers):

@@ -1,5 +1,6 @@
-"""Load the tokenizer of a Hugging Face directory, encode documents, and read the properties that
-masking uses.
+"""Load the tokenizer of a Hugging Face directory, and encode documents with it.
+
+It also reads the properties of a vocabulary that masking uses.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ def load_tokenizer(directory: Path, eos: str | None = None) -> PreTrainedTokeniz
                 f"tokenizer {directory}: it has no token {eos!r}: give --eos one that it has"
             )
         _set_eos(tokenizer, eos)
+    # A tokenizer for the masked objective, as BERT's, needs no eos: its documents are windows of
+    # their own.
     if tokenizer.eos_token_id is None and missing_for_masking(tokenizer):
         likely = sorted(filter(_EOS_NAMES.fullmatch, tokenizer.get_vocab()))
         if len(likely) != 1:
@@ -84,11 +87,13 @@ def _set_eos(tokenizer: PreTrainedTokenizerBase, token: str) -> None:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path, source: Path) -> None:
-    """Save a corpus's tokenizer. UserError: transformers would not open the saved files with the
-    same ids.
+    """Save a corpus's tokenizer.
 
     Args:
         source: the directory that it was opened from.
+
+    Raises:
+        UserError: transformers would not open the saved files with the same ids.
     """
     tokenizer.save_pretrained(str(directory))
     if problem := match_tokenizer(directory, tokenizer):
@@ -98,8 +103,9 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path, source: 
 
 
 def corpus_fingerprint(prefix: str) -> TokenizerFingerprint | None:
-    """Return the fingerprint of a corpus's tokenizer that `prepare` recorded; None: it recorded
-    none.
+    """Return the fingerprint of a corpus's tokenizer, as `prepare` recorded it.
+
+    None: it recorded none.
     """
     path = bin_path(prefix).with_name(REPORT)
     try:
@@ -152,8 +158,9 @@ class DocumentEncoder:
         self.end_of_document: str | None = None if eos is None else self._backend.id_to_token(eos)
 
     def encode(self, texts: list[str]) -> list[EncodedDocument]:
-        """Return each text's token ids, eos at the end, and the starts of its sentences, if
-        there is a language.
+        """Return each text's token ids and the starts of its sentences.
+
+        The eos comes last. Sentences are split if there is a language.
         """
         self._backend.encode_special_tokens = True  # a pickled tokenizer forgets it
         encode = (
@@ -182,6 +189,7 @@ class DocumentEncoder:
             return np.zeros(0, np.bool_)
         from sentencex import segment
 
+        # sentencex keeps all characters, so lengths give the offsets of sentences.
         lengths = list(map(len, segment(self.language, _SENTENCEX_PANICS.sub(r"\1 ", text))))
         assert sum(lengths) == len(text)
         # A token that includes the space before a sentence belongs to the sentence of its last
@@ -198,6 +206,7 @@ class DocumentEncoder:
         starts = np.concatenate([np.zeros(0, np.bool_), *(starts for _, starts in encodings)])
         return {
             "sizes": np.array([len(ids) for ids, _ in encodings], np.int64).tobytes(),
+            # The type of the corpus, so that blocks are copied into it unchanged.
             "tokens": tokens.astype(token_dtype(self.vocabulary_size)).tobytes(),
             "sentences": starts.tobytes(),
         }
@@ -229,8 +238,10 @@ class MaskingVocabulary:
     def from_tokenizer(
         cls, tokenizer: PreTrainedTokenizerFast, directory: Path, size: int
     ) -> MaskingVocabulary:
-        """Read a tokenizer with ids below v = `size`. UserError: it lacks special tokens, or
-        marks of words.
+        """Read a tokenizer with ids below v = `size`.
+
+        Raises:
+            UserError: it lacks special tokens, or marks of words.
         """
         if missing := missing_for_masking(tokenizer):
             raise UserError(
@@ -242,12 +253,16 @@ class MaskingVocabulary:
         firsts, lasts, continuing = _word_marks(
             json.loads(tokenizer.backend_tokenizer.to_str()), directory
         )
+        # Ids without a token (gaps, a padded vocabulary) stay special: they are never drawn as a
+        # replacement.
         special = np.ones(size, bool)
         begins = np.ones(size, bool)
         ends = np.zeros(size, bool)
         special_ids = set(tokenizer.all_special_ids)
         for token, i in tokenizer.get_vocab().items():
             if i not in special_ids:
+                # Without a prefix for continuing tokens, a token continues a word unless it begins
+                # with a mark of a first one.
                 continues = not continuing or token.startswith(continuing)
                 special[i], begins[i], ends[i] = (
                     False,
@@ -257,6 +272,7 @@ class MaskingVocabulary:
         mask = tokenizer.mask_token_id
         separator = tokenizer.sep_token_id
         classifier = tokenizer.cls_token_id
+        # Any id does: the attention mask hides padding, and it has no label.
         padding = 0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         return cls(
             mask, separator, classifier, padding, tokenizer.eos_token_id, special, begins, ends
@@ -264,6 +280,7 @@ class MaskingVocabulary:
 
     def sha256(self) -> str:
         """Return a hash of the vocabulary."""
+        # Not the tokens' texts: masks depend only on these ids and marks.
         ids = (self.mask, self.separator, self.classifier, self.padding, self.eos)
         parts = (
             repr(ids).encode(),
@@ -272,10 +289,12 @@ class MaskingVocabulary:
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def word_begins(self, row: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return which tokens of a row begin a word, bool [s]; also its first, and the first
-        after a special token.
+        """Return which tokens of a row begin a word, bool [s].
+
+        Its first token does, too, and the first one after a special token.
         """
         begins = self.begins[row]
+        # A row may begin inside a word, because windows are cut by tokens.
         begins[:1] = True
         begins[1:] |= self.ends[row[:-1]] | self.special[row[:-1]]
         return begins & ~self.special[row]
@@ -284,8 +303,10 @@ class MaskingVocabulary:
 def _word_marks(
     serialized: dict[str, Any], directory: Path
 ) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Return the marks of words: prefixes of first tokens, suffixes of last tokens, the prefix of
-    continuing tokens.
+    """Return the marks of words.
+
+    They are the prefixes of first tokens, the suffixes of last tokens, and the prefix of continuing
+    tokens.
 
     If the third is "", a token without one of the first prefixes continues a word.
     """
@@ -311,8 +332,9 @@ def _word_marks(
 
 
 def find_tokenizer(name: str | None, prefix: str) -> Path | None:
-    """Return the directory of the tokenizer `name` (a directory, or on the hub), else `tokenizer/`
-    next to `prefix`.
+    """Return the directory of the tokenizer `name`, else that beside `prefix`.
+
+    `name` is a directory or a name on the hub; the other is `tokenizer/`, or None.
 
     UserError: there is no tokenizer `name`.
     """
@@ -324,6 +346,7 @@ def find_tokenizer(name: str | None, prefix: str) -> Path | None:
                 "prepared with to it"
             )
         return directory
+    # Where `prepare` writes it.
     default = Path(prefix).parent / "tokenizer"
     return default if default.is_dir() else None
 
@@ -341,6 +364,7 @@ def files_sha256(directory: Path) -> str:
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return 1 + the largest id; ids may have gaps."""
+    # Not `len`: the embedding needs a row for the largest id, also if ids below it are unused.
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
@@ -354,7 +378,6 @@ def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 def check_same_tokens(data: Path, model: Path) -> None:
     """Check that each token id is the same token for a model's weights and for the corpus.
-    UserError: one is not.
 
     Either may have ids that the other lacks, such as added tokens. A directory without a tokenizer
     is not compared.
@@ -362,6 +385,9 @@ def check_same_tokens(data: Path, model: Path) -> None:
     Args:
         data: directory of the corpus' tokenizer.
         model: the Hugging Face directory of the weights.
+
+    Raises:
+        UserError: one is not.
     """
     ours = _tokens(data)
     theirs = _tokens(model)

@@ -41,14 +41,17 @@ _DROPPED = ("auto_map", "is_local", "local_files_only")
 
 
 def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Open the tokenizer of a Hugging Face directory, without running code from it. UserError:
-    it can't be read.
+    """Open the tokenizer of a Hugging Face directory, without running code from it.
+
+    Raises:
+        UserError: it can't be read.
     """
     for name in TOKENIZER_FILES:
         is_regular(directory / name)  # raises for a pipe, on which reading would wait
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            # Neither code of the directory nor the network: the ids must not depend on either.
             tokenizer: PreTrainedTokenizerBase = _opener(directory).from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False
             )
@@ -66,8 +69,9 @@ def open_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def _opener(directory: Path) -> Any:
-    """Return AutoTokenizer, or the class that it would choose: AutoTokenizer imports torch,
-    which takes a second.
+    """Return AutoTokenizer, or the class that it would choose.
+
+    AutoTokenizer imports torch, which takes a second.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -84,8 +88,9 @@ def _opener(directory: Path) -> Any:
 
 
 def copy_tokenizer(source: Path, directory: Path, positions: int | None) -> None:
-    """Copy a tokenizer's files and no others; set its `model_max_length` to the model's
-    positions.
+    """Copy a tokenizer's files and no others.
+
+    Its `model_max_length` becomes the model's number of positions.
     """
     for name in TOKENIZER_FILES:
         if is_regular(source / name):
@@ -103,12 +108,14 @@ def match_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> str:
     Returns:
         The difference that remains, or "".
     """
+    # The reference, before anything is written.
     fingerprint = TokenizerFingerprint.of(tokenizer)
     problem = _difference(directory, tokenizer, fingerprint)
     if not problem:
         return ""
     old = _read_settings(directory)
     for form in _FORMS if tokenizer.is_fast else ():
+        # Files of another form would be read beside the new ones.
         _remove(directory)
         tokenizer.save_pretrained(str(directory))
         settings = {
@@ -130,8 +137,9 @@ def match_tokenizer(directory: Path, tokenizer: PreTrainedTokenizerBase) -> str:
 def _difference(
     directory: Path, tokenizer: PreTrainedTokenizerBase, fingerprint: TokenizerFingerprint
 ) -> str:
-    """Describe how transformers opens a directory's tokenizer otherwise than `tokenizer`; "" if
-    it does not.
+    """Describe how transformers opens a directory's tokenizer.
+
+    "" if it opens it as `tokenizer`.
     """
     try:
         opened = open_tokenizer(directory)
@@ -142,6 +150,8 @@ def _difference(
         TokenizerFingerprint.of(opened, fingerprint.probes), "here", there
     ):
         return problem
+    # The fingerprint is of the text alone; models also depend on the tokens around it, such as
+    # [CLS].
     for text in PROBES:
         before, after = (probe_ids(one, text, around=True) for one in (tokenizer, opened))
         if before != after:

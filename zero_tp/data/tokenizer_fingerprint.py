@@ -45,8 +45,9 @@ _SHOWN_IDS = 6
 
 
 class TokenizerFingerprint(ConfigModel):
-    """What decides a tokenizer's ids. Chat template, padding, truncation and tokens around a text
-    are not part of it.
+    """What decides a tokenizer's ids.
+
+    Chat template, padding, truncation and tokens around a text are not part of it.
 
     Attributes:
         parts: the SHA-256 of normalizer, pre-tokenizer, model, vocabulary and added tokens.
@@ -88,8 +89,9 @@ class TokenizerFingerprint(ConfigModel):
         )
 
     def difference(self, other: TokenizerFingerprint, here: str, there: str) -> str:
-        """Describe with up to two texts how another tokenizer differs; return "" if it gives the
-        same ids.
+        """Describe with up to two texts how another tokenizer differs.
+
+        "" if it gives the same ids.
 
         Other versions of the libraries may serialise an equal tokenizer differently. Then the
         vocabulary and the ids of all probes decide. A probe with an added token that only one of
@@ -106,6 +108,7 @@ class TokenizerFingerprint(ConfigModel):
         if not names:
             return ""
         common = [text for text in self.probes if text in other.probes]
+        # Different ids of any text are a difference, whatever the parts say.
         texts = [text for text in common if self.probes[text] != other.probes[text]]
         if texts:
             return ", and ".join(
@@ -138,6 +141,7 @@ class TokenizerFingerprint(ConfigModel):
             name: a phrase for the tokenizer.
             owner: a phrase for the tokenizer of this fingerprint.
         """
+        # With this fingerprint's texts, so that all of its probes are common.
         type(self).of(tokenizer, self.probes).require_same(self, name, owner, remedy)
 
 
@@ -161,8 +165,9 @@ def read_fingerprint(weights: Path) -> TokenizerFingerprint | None:
 
 
 def _parts_of(serialized: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts of a serialised tokenizer that decide ids, without defaults and in one
-    form.
+    """Return the parts of a serialised tokenizer that decide ids.
+
+    They are without defaults and in one form.
     """
     model = dict(serialized["model"])
     vocabulary = model.pop("vocab", None)

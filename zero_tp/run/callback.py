@@ -1,5 +1,6 @@
-"""Callbacks watch and extend a training run: logging, guards, validation and checkpoints are all
-callbacks.
+"""Callbacks watch and extend a training run.
+
+Logging, guards, validation and checkpoints are all callbacks.
 """
 
 from __future__ import annotations
@@ -41,13 +42,15 @@ class Callback:
         """Prepare for `state.step`, before its batches are read."""
 
     def on_step_end(self, state: TrainState) -> None:
-        """Handle the end of `state.step`: the optimizer has updated the weights, or has skipped
-        the step.
+        """Handle the end of `state.step`.
+
+        The optimizer has updated the weights, or has skipped the step.
         """
 
     def on_evaluate(self, state: TrainState) -> None:
-        """Evaluate the model: after every `evaluation.interval` steps and after step
-        `total_steps`.
+        """Evaluate the model.
+
+        Called after every `evaluation.interval` steps and after step `total_steps`.
         """
 
     def on_save(self, state: TrainState) -> None:
@@ -57,8 +60,9 @@ class Callback:
         """Handle one line of metrics.jsonl: "step" and numbers by name; None is unknown."""
 
     def on_end(self, state: TrainState) -> None:
-        """Clean up, also when `state.error` ended the run. Called for each callback whose
-        `on_start` returned.
+        """Clean up, also when `state.error` ended the run.
+
+        Called for each callback whose `on_start` returned.
         """
 
 
@@ -138,8 +142,9 @@ class TrainState:
 
     @contextlib.contextmanager
     def tolerate_failed_write(self, target: str) -> Iterator[None]:
-        """Count a failed write to a log, which stops no training; report the first one to each
-        target.
+        """Count a failed write to a log, which stops no training.
+
+        The first one to each target is reported.
         """
         try:
             yield

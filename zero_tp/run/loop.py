@@ -1,5 +1,6 @@
-"""The training loop: it runs steps, decides when to evaluate, save and stop, and leaves all else
-to callbacks.
+"""The training loop.
+
+It runs steps, and decides when to evaluate, save and stop. All else is done by callbacks.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def train(
         UserError: the loss is not finite and `on_nonfinite` is "stop", more than 10 steps in a row
             were skipped, or the last checkpoint cannot be written.
     """
+    # A finished run that is started again: nothing is written, and no callback is called.
     if state.step >= state.total_steps:
         return
     if requests is not None:
@@ -39,7 +41,11 @@ def train(
     with ExitStack() as stack:
         for callback in state.callbacks:
             callback.on_start(state)
+            # Only after `on_start` has returned: `on_end` would clean up what was never prepared.
+            # The stack calls them in reverse.
             stack.push(partial(_end, callback, state))
+        # After all `on_start`: until here SIGTERM ends the run at once, because there is nothing to
+        # save.
         stack.enter_context(state.requests.accepting())
         batches = stack.enter_context(state.inputs.read_ahead(state.topology, state.total_steps))
         for step in range(state.step + 1, state.total_steps + 1):
@@ -81,11 +87,13 @@ def _run_step(state: TrainState, batches: ReadAhead[list[Any]]) -> None:
     )
     for callback in state.callbacks:
         callback.on_step_end(state)
+    # After all callbacks: the step is logged, and a save in the background gets its name.
     if state.failure is not None:
         raise state.failure
     if state.is_last_step or state.is_due(settings.evaluation.interval):
         for callback in state.callbacks:
             callback.on_evaluate(state)
+    # After the evaluation, so that a request that comes during it is seen at this step.
     state.stop, save = state.requests.all_reduce(state.engine.device)
     if state.is_last_step or save or _is_save_due(state):
         for callback in state.callbacks:

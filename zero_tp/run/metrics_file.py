@@ -35,6 +35,8 @@ class MetricsFile(Callback):
         with state.tolerate_failed_write(str(self._path)):
             if not self._is_cut:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
+                # At the first write that works: if the disk was full at the start, old lines would
+                # stay and steps would be there twice.
                 unreadable = cut_metrics(self._path, self._first_step)
                 self._is_cut = True
                 if unreadable:
@@ -45,8 +47,9 @@ class MetricsFile(Callback):
 
 
 def metrics_line(values: Metrics) -> str:
-    """Return one strict JSON object. A non-finite value is null, and `nonfinite` says which:
-    `{"loss": "nan"}`.
+    """Return one strict JSON object.
+
+    A non-finite value is null, and `nonfinite` says which: `{"loss": "nan"}`.
     """
     nonfinite = {
         name: str(value)
@@ -60,8 +63,9 @@ def metrics_line(values: Metrics) -> str:
 
 
 def read_line(line: bytes) -> tuple[int, dict[str, float]] | None:
-    """Return (step, its other numbers by name, non-finite ones as nan); None for a line that is
-    not a record.
+    """Return (step, its other numbers by name) of a line; None if it is no record.
+
+    Non-finite numbers are nan.
     """
     try:
         record = parse_json(line)
@@ -84,8 +88,9 @@ def read_line(line: bytes) -> tuple[int, dict[str, float]] | None:
 
 
 def cut_metrics(path: Path, last_step: int) -> int:
-    """Remove the lines of steps after `last_step` and unreadable ones; return how many were
-    unreadable.
+    """Remove the lines of steps after `last_step`, and unreadable ones.
+
+    Returns how many were unreadable.
 
     A run that resumes from step k trains k + 1, … again, and the file holds each step once. A
     killed run can leave half a line.
@@ -100,6 +105,7 @@ def cut_metrics(path: Path, last_step: int) -> int:
         for line, record in zip(lines, records, strict=True)
         if record is not None and record[0] <= last_step
     ]
+    # An unchanged file is not replaced: somebody may be following it with `tail -f`.
     if remaining != lines:
         write_atomically(path, b"".join(remaining))
     return records.count(None)
@@ -110,6 +116,7 @@ def append_line(path: Path, line: bytes) -> None:
     with path.open("ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:
+            # A write may be short, for example on a full disk; the next call then raises.
             while line:
                 line = line[file.write(line) :]
         except OSError:

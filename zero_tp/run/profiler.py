@@ -28,8 +28,9 @@ def step_range(text: str, steps: int) -> tuple[int, int]:
 
 
 class StepProfiler(Callback):
-    """Profile rank 0's steps `first` to `last`; a run that resumes between them is profiled from
-    its first step.
+    """Profile rank 0's steps `first` to `last`.
+
+    A run that resumes between them is profiled from its first step.
 
     Files in RUN/profile: `steps_FIRST-LAST.json.gz`, a trace of operators and memory for Perfetto
     or TensorBoard; `.txt`, the operators that take the most time; on CUDA also `.pickle`, the
@@ -54,6 +55,7 @@ class StepProfiler(Callback):
             or not self.first <= state.step <= self.last
         ):
             return
+        # A run that resumes in the middle names its files by what it has recorded.
         self.first = state.step
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
         if self._cuda:

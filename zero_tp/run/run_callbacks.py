@@ -30,9 +30,12 @@ SKIPS_IN_A_ROW = 10
 def run_callbacks(
     state: TrainState, watch: Watchdog, others: Sequence[Callback] = ()
 ) -> list[Callback]:
-    """Return the run's callbacks with `others` after its log and validation, before its guards
-    and checkpoints.
+    """Return the run's callbacks, in the order in which the loop calls them.
+
+    `others` come after its log and validation, and before its guards and checkpoints.
     """
+    # The watchdog is first, because the hooks of the others may hang. Logs come before guards, so a
+    # step that ends the run is in the log.
     first: list[Callback] = [WatchdogCallback(watch), StepLogger(), MetricsFile(), Validation()]
     if state.config.zero_tp.logging.experts:
         first.append(ExpertShares())
@@ -47,8 +50,9 @@ def run_callbacks(
 
 
 class Validation(Callback):
-    """Log the loss [nats] and the objective's other figures over `evaluation.batches` of the
-    validation corpora.
+    """Log the loss [nats] and the objective's other figures of validation.
+
+    They are taken over `evaluation.batches` of the validation corpora.
 
     Several corpora count by their weights in `data.validation`, whatever their sizes.
     """
@@ -61,6 +65,8 @@ class Validation(Callback):
             return
         limit = config.zero_tp.evaluation.batches * config.global_batch
         figures: dict[str, float] = {}
+        # Corpus by corpus: the figure is a weighted mean of means, so a large corpus does not count
+        # more than its weight.
         for corpus, (share, windows) in enumerate(samples.shares(limit)):
             batches = samples.batches(
                 windows, config.micro_batch, topology.data_rank, topology.data, corpus
@@ -104,6 +110,8 @@ class ExpertShares(Callback):
         shape = (len(self._layers), experts.count)
         self._counts = torch.zeros(shape, dtype=torch.int64, device=state.engine.device)
         self._logs = False
+        # Recomputation runs routers again in backward, outside a forward of the engine: `_counting`
+        # is off then.
         engine.register_forward_pre_hook(lambda *_: setattr(self, "_counting", self._logs))
         engine.register_forward_hook(lambda *_: setattr(self, "_counting", False))
         routers = [module for module in model.modules() if isinstance(module, Router)]
@@ -134,6 +142,7 @@ class ExpertShares(Callback):
         if self._counting:
             chosen = output[1].flatten()
             self._counts[row].scatter_add_(0, chosen, torch.ones_like(chosen))
+            # Every layer sees the same tokens: count them once.
             self._tokens += len(output[1]) * (row == 0)
 
 
@@ -167,12 +176,15 @@ class GarbageCollection(Callback):
     def on_start(self, state: TrainState) -> None:
         self._frozen = False
         self._was_enabled = gc.isenabled()
+        # The collector runs when a count of allocations is reached, which differs between ranks.
         gc.disable()
 
     def on_step_end(self, state: TrainState) -> None:
         if not self._frozen or state.is_due(COLLECTION_INTERVAL):
             gc.collect()
         if not self._frozen:
+            # After the first step, because only then do DeepSpeed's and torch's lasting objects
+            # exist.
             gc.freeze()
             self._frozen = True
 
@@ -183,8 +195,9 @@ class GarbageCollection(Callback):
 
 
 class SkippedSteps(Callback):
-    """Report each skipped step; fail the run after 10 in a row, or at the first with `on_nonfinite`
-    "stop".
+    """Report each skipped step.
+
+    The run fails after 10 in a row, or at the first with `on_nonfinite` "stop".
 
     In fp16 an overflow of the gradients with a finite loss only lowers the loss scale and does not
     count.
@@ -212,6 +225,8 @@ class SkippedSteps(Callback):
         else:
             state.print(f"step {step} was skipped: its loss or gradients are not finite")
             return
+        # Not raised here: the callbacks after this one must still see the step, such as a save in
+        # the background.
         state.failure = UserError(
             f"step {step}: loss {loss}, gradients not finite ({reason}); progress since the last "
             "checkpoint is lost: "
@@ -257,6 +272,7 @@ class CheckpointCallback(Callback):
         self._report_finished_save(state)
 
     def on_save(self, state: TrainState) -> None:
+        # An earlier save first: its outcome must be reported before the next one replaces it.
         self.saver.wait()
         self._report_finished_save(state)
         self.saver.save(state.step)

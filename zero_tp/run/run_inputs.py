@@ -72,11 +72,15 @@ class RunInputs:
         )
         self.model_config = self._model_config()
         self.samples, self.validation = self._samples()
+        # A run that resumes needs no initial weights, and its directory of `from_pretrained` may be
+        # gone.
         if not complete_steps(directory):
             self.pretrained()
             if self.config.pretrained is not None and self.tokenizer is not None:
                 check_same_tokens(self.tokenizer, resolve(self.config.pretrained))
         corpora = (*self.samples.corpora, *(self.validation.corpora if self.validation else ()))
+        # An id outside the vocabulary would be an error in a kernel, hours later; under TP no rank
+        # has its row, and it would be embedded as zeros.
         for corpus in corpora if hash_tokens else ():
             corpus.check_vocabulary(self.model_config.vocab_size)
         self.notes = self._compare_tokenizers() if hash_tokens else []
@@ -91,12 +95,14 @@ class RunInputs:
 
     @cached_property
     def fingerprint(self) -> TokenizerFingerprint | None:
-        """Return the fingerprint of the run's tokenizer or, without one, of its corpora's; None
-        if none is known.
+        """Return the fingerprint of the run's tokenizer.
+
+        Without a tokenizer it is that of the corpora's; None if none is known.
         """
         recorded = [one for one in self._corpus_fingerprints.values() if one is not None]
         if self._tokenizer is None:
             return recorded[0] if recorded else None
+        # With the texts of the corpora's fingerprints, so that all can be compared.
         return TokenizerFingerprint.of(
             self._tokenizer, [text for one in recorded for text in one.probes]
         )
@@ -109,8 +115,9 @@ class RunInputs:
         }
 
     def _compare_tokenizers(self) -> list[str]:
-        """Check that all corpora have the ids of one tokenizer, the run's; return a line on
-        those that record none.
+        """Check that all corpora have the ids of the run's tokenizer.
+
+        Returns a line on those that record none.
         """
         recorded = self._corpus_fingerprints
         data = self.config.zero_tp.data
@@ -182,19 +189,22 @@ class RunInputs:
         return keys | tokenizer | content | tasks
 
     def read_ahead(self, topology: Topology, last: int) -> ReadAhead[list[Any]]:
-        """Return this rank's batches up to the step `last`: a list for each step, with one batch
-        a micro-batch.
+        """Return a reader of this rank's batches, up to the step `last`.
+
+        A step is a list with one batch a micro-batch.
         """
         sizes = (self.config.global_batch, self.config.micro_batch, self.config.accumulation)
 
         def read(step: int) -> list[Any]:
+            # Steps of a run count from 1, those of `rank_batches` from 0.
             return self.samples.rank_batches(step - 1, *sizes, topology.data_rank, topology.data)
 
         return ReadAhead(read, last)
 
     def pretrained(self) -> PretrainedSource | None:
-        """Return the source of the initial weights, None for the seed. It checks all tensors and
-        reads none.
+        """Return the source of the initial weights; None for the seed.
+
+        It checks all tensors and reads none.
         """
         if self.config.pretrained is None:
             return None
@@ -206,8 +216,9 @@ class RunInputs:
         )
 
     def check_resumed(self, checkpoint: Path, manifest: Manifest) -> None:
-        """Check that the corpora, the tokenizer and the model of `from_pretrained` are those of a
-        checkpoint.
+        """Check that the run's inputs are those of a checkpoint.
+
+        Compared are the corpora, the tokenizer and the model of `from_pretrained`.
 
         Raises:
             UserError: a corpus, the tokenizer or the model has changed since the run was started.
@@ -295,6 +306,8 @@ class RunInputs:
                 f"{self.tokenizer} has {size} "
                 f"tokens; set it to {size} or more"
             )
+        # Fields that the architecture reads, such as `pad_token_id`: they change training, so only
+        # the config may set them.
         used_ids = fields_of(hf_config.model_type).read
         for name, token in special_token_ids(tokenizer).items():
             is_set = name in self.config.zero_tp.model or (

@@ -63,9 +63,12 @@ def start_training(
     is_rank_zero = environment.rank == 0
     config = inputs.config
     block = inputs.config.zero_tp
+    # Before ranks connect, because a rank may hang there, too.
     _start_watchdog(watch, block.training.timeouts, environment)
     with run_directory(inputs.directory) if is_rank_zero else nullcontext() as owner:
         topology, device = connect_deepspeed(config, environment)
+        # `connect_deepspeed` has joined the store. The client of the start is idle from here on, so
+        # the watchdog may use it alone.
         if environment.world > 1:
             watch.connect(environment.store.join())
         _check_shared_directory(inputs.directory, owner)
@@ -81,7 +84,9 @@ def start_training(
             known=known,
             check_owner=check_owner,
         )
+        # A run that resumes draws no weights: they would be overwritten (`Zeros`).
         source = start.weights(inputs)
+        # `deepspeed.initialize` prints instead of logging.
         with suppress_output(verbose):
             engine = _build_engine(inputs, topology, device, source, model)
             start.restore(engine.zero, block.training.seed)
@@ -94,6 +99,7 @@ def start_training(
                     inputs.directory, start.step
                 ):  # before logs are cut at that step
                     print(line)
+        # Inside the directory's block: the lock and `rank0.pid` last as long as training.
         yield TrainState(inputs, engine, start.step, start.parent, check_owner)
         watch.leave()
 
@@ -122,8 +128,9 @@ def _build_engine(
 
 
 def _start_watchdog(watch: Watchdog, timeouts: Timeouts, environment: RankEnvironment) -> None:
-    """Start the watchdog. A save fails by itself within twice its limit, so the watchdog allows
-    it more.
+    """Start the watchdog.
+
+    A save fails by itself within twice its limit, so the watchdog allows it more.
     """
     limits = {
         "start": 60 * timeouts.start if timeouts.start is not None else None,
@@ -136,8 +143,9 @@ def _start_watchdog(watch: Watchdog, timeouts: Timeouts, environment: RankEnviro
 
 
 def _check_shared_directory(directory: Path, owner: RunOwner | None) -> None:
-    """Check that all ranks see rank 0's run directory: each machine may have one of that name.
-    Collective.
+    """Check that all ranks see rank 0's run directory. Collective.
+
+    Each machine may have one of that name.
 
     Args:
         owner: of the directory, on rank 0.

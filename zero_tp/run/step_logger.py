@@ -27,8 +27,9 @@ WINDOW = 50  # the last steps, whose median predicts the time left
 
 
 class StepTimer:
-    """Times steps. Work between `stop` and the next `start` (validation, saving) counts for no
-    step.
+    """Times steps.
+
+    Work between `stop` and the next `start` (validation, saving) counts for no step.
 
     Attributes:
         elapsed: seconds from this object's creation to the end of the last step, with all work
@@ -41,6 +42,8 @@ class StepTimer:
         self._clock = clock
         self.elapsed = 0.0
         self._first = self._begin = clock()
+        # Two memories: a line has the mean of all steps since the last line, the estimate the
+        # median of recent ones.
         self._unread = list[float]()
         self._recent = deque[float](maxlen=window)
 
@@ -60,15 +63,17 @@ class StepTimer:
         return seconds
 
     def estimate(self, steps: int) -> float:
-        """Estimate the seconds of further steps. The median of the last ones ignores a first
-        step that compiles.
+        """Estimate the seconds of further steps.
+
+        The median of the last ones ignores a first step that compiles.
         """
         return steps * statistics.median(self._recent)
 
 
 class RunProgress(NamedTuple):
-    """What the console shows in addition to metrics.jsonl: tokens of all steps, devices, and
-    times in seconds.
+    """What the console shows in addition to metrics.jsonl.
+
+    The tokens of all steps, the number of devices, and times in seconds.
     """
 
     tokens: int
@@ -78,8 +83,9 @@ class RunProgress(NamedTuple):
 
 
 class StepLogger(Callback):
-    """Log a step every `logging.interval` steps and each step that was skipped; show a progress bar
-    on terminals.
+    """Log a step every `logging.interval` steps, and each step that was skipped.
+
+    On terminals it shows a progress bar.
 
     With the interval "auto" each step is logged, but its line is printed only every `LINE_SECONDS`.
 
@@ -107,6 +113,7 @@ class StepLogger(Callback):
         )
         self._peak = None
         if engine.device.type == "cuda":
+            # In fp32 the peak depends on it: TF32 products are done by the tensor cores.
             allow_tf32 = torch.backends.cuda.matmul.allow_tf32
             self._peak = peak_flops(torch.cuda.get_device_name(), engine.dtype, allow_tf32)
         self._timer = StepTimer()
@@ -116,12 +123,14 @@ class StepLogger(Callback):
         """Show a progress bar if stdout and stderr are terminals."""
         total = state.total_steps
         step = state.step
+        # In a file, a bar would be a line for each of its updates.
         hidden = not (state.is_rank_zero and sys.stdout.isatty() and sys.stderr.isatty())
         self.bar: tqdm[NoReturn] = tqdm(
             total=total, initial=step, unit="step", dynamic_ncols=True, leave=False, disable=hidden
         )
 
     def on_step_begin(self, state: TrainState) -> None:
+        # Before the step: the scheduler moves on at its end, to the rate of the next one.
         self._learning_rate = state.engine.learning_rate
         self._timer.start()
 
@@ -179,8 +188,9 @@ class StepLogger(Callback):
     def log(
         self, state: TrainState, values: Metrics, progress: RunProgress, *, line: bool = True
     ) -> None:
-        """Add the step's values to metrics.jsonl; with `line`, print them, the first time below
-        their header.
+        """Add the step's values to metrics.jsonl.
+
+        With `line` they are printed, the first time below their header.
         """
         if line:
             self._last_line = self._clock()
@@ -192,8 +202,9 @@ class StepLogger(Callback):
         state.log(values)
 
     def _is_line_due(self, state: TrainState) -> bool:
-        """Return whether to print this step's line: always, except that "auto" leaves out most
-        lines.
+        """Return whether to print this step's line.
+
+        Always, except that "auto" leaves out most lines.
         """
         is_notable = state.engine.skipped or state.engine.spike or state.is_last_step
         seconds = self._clock() - self._last_line
@@ -229,8 +240,9 @@ def format_figure(name: str, value: float) -> str:
 def format_step(
     values: Mapping[str, Any], progress: RunProgress, total_steps: int
 ) -> tuple[str, str]:
-    """Format a step's line of metrics.jsonl for the console; return the names of its columns, and
-    the line below them.
+    """Format a step's line of metrics.jsonl for the console.
+
+    Returns the names of its columns, and the line below them.
 
     "dev" is one device: an accelerator, or a CPU rank. MFU has a column where the device's peak is
     known, HFU where backward also computes some of forward again.

@@ -71,9 +71,11 @@ def to_huggingface(
         opened = open_tokenizer(tokenizer)
         check_run_tokenizer(opened, tokenizer, checkpoint)
         fingerprint = fingerprint or TokenizerFingerprint.of(opened)
+    # An export of damaged weights would look like a model that has learned badly.
     check_content(checkpoint.path, manifest.files)
     reader = CheckpointReader(checkpoint.path, manifest)
     shapes = {name: parameter.shape for name, parameter in reader.parameters.items()}
+    # Entries hold functions, not tensors: each parameter is read when its turn to be written comes.
     entries = native_entries(config, shapes, reader.whole, dtype)
     write_native(
         output,

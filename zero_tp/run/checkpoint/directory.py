@@ -1,7 +1,12 @@
 """The directory of a run's checkpoints: each checkpoint is complete or absent.
 
 Ranks write into a temporary directory. Rank 0 writes the manifest there, renames the directory and
-replaces `latest`.
+replaces `latest`. What a kill during the save of step 500 leaves in RUN/checkpoints:
+
+    while ranks write           step_00000400, .writing/3f9a…     the run resumes step 400
+    before the rename           the same, with a manifest         step 400; `begin` clears .writing
+    between it and `latest`     step_00000400, step_00000500      step 500, which has a manifest
+    while step 400 is pruned    step_00000500, .writing/77c1…     step 500; `begin` clears .writing
 """
 
 from __future__ import annotations
@@ -39,8 +44,12 @@ if TYPE_CHECKING:
     from zero_tp.parallel.safetensors_files import FileDigest
 
 MANIFEST = "manifest.json"
+# For people and scripts. The library finds the newest checkpoint by the manifests.
 LATEST = "latest"
 TEMPORARY = ".writing"
+# XFS reports a wrong checksum as EBADMSG and a broken structure as EUCLEAN, as ext4 does; disks
+# report EIO. EFBIG and EINVAL are those of `read_regular` and `open_regular`: too large, or no
+# regular file.
 DAMAGE_ERRNOS = (
     errno.EBADMSG,
     errno.EFBIG,
@@ -53,6 +62,7 @@ DAMAGE_ERRNOS = (
 """Errors of reading that mean damage. Others, such as a lost file server or no permission, may
 be temporary.
 """
+# Eight digits, or more from step 100,000,000 on (`_name`).
 _STEP = re.compile(r"step_(\d{8,})")
 
 
@@ -66,6 +76,8 @@ class Damaged(UserError):
         self.checkpoint = file.parent
 
     def __reduce__(self) -> Any:
+        # Ranks exchange the error by pickle. By default it would be made again from the one
+        # message, which `__init__` does not accept.
         return Damaged, (self.file, self.problem)
 
 
@@ -83,6 +95,8 @@ def _name(step: int) -> str:
 
 def complete_steps(run: Path) -> list[int]:
     """Return the steps that have a complete checkpoint, ascending."""
+    # The manifest comes into the directory last, so its presence means a complete checkpoint.
+    # Whether its files are intact is another question (`check_content`).
     return [step for step in _steps(run) if (step_directory(run, step) / MANIFEST).is_file()]
 
 
@@ -104,8 +118,9 @@ def incomplete_after(source: Path, step: int) -> tuple[str, ...]:
 
 
 def checkpoint_notes(source: Path, checkpoint: Path, manifest: Manifest) -> tuple[str, ...]:
-    """Return a line on each newer incomplete checkpoint of `source`, and on each removed key of
-    the run's config.
+    """Return lines for the log of a run that opens this checkpoint.
+
+    Each newer incomplete checkpoint of `source` has one, and each removed key of the run's config.
     """
     _, notes = drop_removed_keys(manifest.config)
     return incomplete_after(source, manifest.step) + tuple(
@@ -115,12 +130,15 @@ def checkpoint_notes(source: Path, checkpoint: Path, manifest: Manifest) -> tupl
 
 def _steps(run: Path) -> list[int]:
     matches = [_STEP.fullmatch(path.name) for path in checkpoints_directory(run).glob("step_*")]
+    # Names with more zeros than `_name` writes are not ours: `step_directory` would lead to another
+    # one.
     return sorted(int(match[1]) for match in matches if match and match[0] == _name(int(match[1])))
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Return the manifest, checked against its own hash; `check_sizes` and `check_content` check
-    the listed files.
+    """Return the manifest, checked against its own hash.
+
+    `check_sizes` and `check_content` check the files that it lists.
     """
     path = checkpoint / MANIFEST
     try:
@@ -128,6 +146,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except FileNotFoundError:
         raise UserError(f"{checkpoint}: not a checkpoint (no {MANIFEST})") from None
     except ConfigError as error:
+        # Another format is no damage: the version that wrote it can read it.
         if error.key == "format":
             raise UserError(f"{path}: {error.problem}; use the version that wrote it") from None
         raise Damaged(path, f"{error.key}: {error.problem}") from error
@@ -135,6 +154,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise Damaged(path, str(error)) from error
     except OSError as error:
         raise _read_error(path, error) from error
+    # A directory that a person has renamed would resume at another step than its name says.
     if _STEP.fullmatch(checkpoint.name) and checkpoint.name != _name(manifest.step):
         raise Damaged(path, f"step is {manifest.step}, but the directory is {checkpoint.name}")
     _check_removed_keys(path, manifest)
@@ -160,6 +180,7 @@ def check_sizes(checkpoint: Path, files: Mapping[str, ManifestFile]) -> None:
             status = file.stat()
         except OSError as error:
             raise _read_error(file, error) from error
+        # A directory or a pipe of that name would fail or block when it is read.
         if not stat.S_ISREG(status.st_mode):
             raise Damaged(file, "is missing")
         if status.st_size != listed.bytes:
@@ -176,6 +197,7 @@ def check_content(
     """
     from zero_tp.parallel.safetensors_files import hash_file
 
+    # First, because a cut file is then named at once and not after minutes of hashing.
     check_sizes(checkpoint, files)
     total = sum(listed.bytes for listed in files.values())
     disable = None if progress else True  # tqdm's None: show the bar on a terminal only
@@ -204,13 +226,15 @@ def _read_error(file: Path, error: OSError) -> UserError:
 
 
 def begin(run: Path) -> Path:
-    """Begin a save: remove the files of a killed one and make a temporary directory for the ranks.
+    """Remove the files of a killed save, and make a temporary directory for the ranks.
+
     Rank 0 calls it.
 
     The name is random: another machine's cache may resolve an old name to the previous save's
     directory.
     """
     remove(checkpoints_directory(run) / TEMPORARY)
+    # Below a fixed name, so that the next save finds what a killed one has left.
     temporary = checkpoints_directory(run) / TEMPORARY / secrets.token_hex(8)
     temporary.mkdir(parents=True)
     return temporary
@@ -224,8 +248,9 @@ def commit(
     files: dict[str, FileDigest],
     check_owner: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Write the manifest and rename the temporary directory. Rank 0 calls it, after all ranks have
-    written.
+    """Write the manifest and rename the temporary directory.
+
+    Rank 0 calls it, after all ranks have written.
 
     Args:
         files: every file that the ranks wrote and flushed.
@@ -235,6 +260,8 @@ def commit(
     Returns:
         Notes for the log: failures after the rename, when the checkpoint is already complete.
     """
+    # Rank 0 looks at each file itself. A run directory on each node's own disk is found here,
+    # before anything is renamed.
     for name, written in files.items():
         path = temporary / name
         if not wait_until_visible(partial(_has_size, path, written.size), run):
@@ -250,20 +277,27 @@ def commit(
     text = json.dumps({**content, OWN_HASH: content_hash(content)}, indent=1)
     parse_manifest(parse_json(text))  # a manifest that cannot be read back fails the save
     write_atomically(temporary / MANIFEST, text)
+    # The files are flushed already. Their names are flushed before the rename: after a crash, a
+    # directory with its final name has all of them.
     sync(temporary, below=False)
     final = step_directory(run, step)
     check_owner()
     if (final / MANIFEST).is_file():
+        # A complete checkpoint of this step is renamed and not removed: a kill before the next
+        # rename loses nothing.
         set_aside(final, "replaced")
     elif final.exists():
         _remove(final)
+    # A rename onto a directory with files fails, which is why the final name is free now.
     os.replace(temporary, final)
+    # The second time, for `latest`: another launch may have come since, and have written its own.
     check_owner()
     try:
         temporary.parent.rmdir()
         sync(checkpoints_directory(run), below=False)
         write_atomically(checkpoints_directory(run) / LATEST, final.name + "\n")
     except OSError as error:
+        # The checkpoint has its name and its manifest, so this is no failed save.
         return [f"{final} is complete, but {error.filename or run}: {error.strerror}"]
     return []
 
@@ -280,11 +314,14 @@ def abandon(temporary: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint: rename it into the directory that the next `begin` clears, then
-    delete it there.
+    """Remove a checkpoint.
+
+    It is renamed into the directory that the next `begin` clears, and deleted there.
     """
     renamed = checkpoint.parent / TEMPORARY / secrets.token_hex(8)
     renamed.parent.mkdir(exist_ok=True)
+    # One rename makes it absent at once. Removing files in place would leave an incomplete
+    # checkpoint under its name if it is interrupted.
     os.replace(checkpoint, renamed)
     remove(renamed)
     with contextlib.suppress(OSError):  # not empty while a save is being written
@@ -292,13 +329,15 @@ def _remove(checkpoint: Path) -> None:
 
 
 def prune(run: Path, keep: int, keep_every: int | None = None) -> list[int]:
-    """Remove all checkpoints but the newest `keep` and multiples of `keep_every`; return the
-    removed steps.
+    """Remove old checkpoints; return their steps.
+
+    The newest `keep` stay, and all at multiples of `keep_every`.
     """
     sync(
         checkpoints_directory(run), below=False
     )  # flush the names of the remaining checkpoints first
     removed = []
+    # From the oldest on, so that a kill in between leaves the newest ones.
     for step in complete_steps(run)[:-keep]:
         if keep_every is None or step % keep_every:
             _remove(step_directory(run, step))
@@ -307,13 +346,15 @@ def prune(run: Path, keep: int, keep_every: int | None = None) -> list[int]:
 
 
 def set_aside_newer(run: Path, step: int) -> list[str]:
-    """Set aside the checkpoints that are newer than `step`, from which the run resumes; return a
-    line on each.
+    """Set aside the checkpoints that are newer than `step`; return a line on each.
+
+    The run resumes from `step`.
 
     Rank 0 calls it before the run's logs are truncated at `step`. The newest is moved last, so a
     run that is killed in between still resumes from it.
     """
     notes = []
+    # `complete_steps` is ascending, so the newest is moved last.
     for newer in complete_steps(run):
         if newer > step:
             aside = set_aside(step_directory(run, newer), "abandoned")
@@ -330,6 +371,7 @@ def set_aside(checkpoint: Path, reason: str = "damaged") -> Path:
     """
     run = checkpoint.parent.parent
     others = [step for step in complete_steps(run) if step_directory(run, step) != checkpoint]
+    # `latest` is changed before the rename, so it never names a checkpoint that is gone.
     if others:
         write_atomically(checkpoints_directory(run) / LATEST, _name(others[-1]) + "\n")
     else:

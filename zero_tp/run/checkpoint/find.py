@@ -59,6 +59,7 @@ class RunCheckpoint:
     def saved_start(self) -> SavedStart:
         """Return what the config of a run that resumes here depends on."""
         counters = self.manifest.progress.counters
+        # Skipped steps do not advance the schedule.
         updates = counters["global_steps"] - counters["skipped_steps"]
         return SavedStart(self.manifest.config, self.manifest.model, updates)
 
@@ -88,6 +89,8 @@ def find_checkpoint(source: Path, known: RunCheckpoint | None = None) -> RunChec
                 "RUN/checkpoints/step_N"
             )
         path = step_directory(source, steps[-1])
+    # A directory of this name may hold another checkpoint by now: the run may have gone back and
+    # saved the step again.
     file_id = _file_id(path)
     if known is None or file_id is None or (known.path, known.file_id) != (path, file_id):
         known = RunCheckpoint(path, read_manifest(path), file_id=file_id)
@@ -120,6 +123,8 @@ def find_readable_checkpoint(run: Path, resume_from: Path | None = None) -> RunC
     if resume_from is not None:
         sources.insert(0, resume_from)
     for source in sources:
+        # A checkpoint that cannot be read is skipped without a word. This search only chooses the
+        # config; the search on all ranks reports it.
         with contextlib.suppress(UserError):
             return find_checkpoint(source)
     return None
@@ -162,6 +167,8 @@ def find_on_all_ranks(
         except Damaged as damage:
             if on_damage is None:
                 raise
+            # `Damaged` was raised on every rank, so all come to this broadcast. Only rank 0
+            # renames. If it raises, all ranks raise.
             notes += (on_rank_zero(partial(on_damage, damage)),)
             continue
         if checkpoint is None:
@@ -186,6 +193,8 @@ def _find_once(
     def search() -> tuple[Path, str, tuple[str, ...]] | None:
         nonlocal own
         own = find()
+        # Not the manifest itself: each rank reads it from its own machine, which shows that the
+        # machine sees the checkpoint.
         return None if own is None else (own.path, own.manifest.sha256, own.notes)
 
     choice = on_rank_zero(search)
@@ -194,9 +203,12 @@ def _find_once(
     path, sha256, notes = choice
     if own is None:  # this is another rank
         own = _read_when_visible(path, sha256, known)
+    # A value, not an exception: a rank that raised here would leave the others waiting in the
+    # comparison.
     seen = "nothing" if own is None else f"SHA-256 {own.manifest.sha256[:12]}…"
     require_same_on_all_ranks({f"{path}: the ranks do not read the same manifest": seen})
     assert own is not None
+    # Before the files are hashed, because it takes seconds and reading all files may take minutes.
     check_on_all_ranks(partial(check, own.path, own.manifest))
     verify_checkpoint(own)
     return replace(own, notes=notes)
@@ -209,6 +221,8 @@ def _read_when_visible(
 
     A network file system may show the files of another machine late.
     """
+    # Usually `find_readable_checkpoint` has read this manifest already. The hash says that it is
+    # the same one.
     if known is not None and (known.path, known.manifest.sha256) == (path, sha256):
         return known
     manifest: Manifest | None = None
@@ -216,6 +230,7 @@ def _read_when_visible(
     def is_visible() -> bool:
         nonlocal manifest
         with contextlib.suppress(UserError):
+            # An old view may have no manifest or an earlier one: look again until the limit.
             manifest = read_manifest(path)
         return manifest is not None and manifest.sha256 == sha256
 
@@ -243,6 +258,8 @@ def verify_checkpoint(checkpoint: RunCheckpoint) -> None:
         world = dist.get_world_size()
     files = checkpoint.manifest.files
     tensor = checkpoint.manifest.tensor
+    # Rank r has TP rank r mod t and DP rank r // t (`Topology`). In this order, rank r of the same
+    # grid gets its own file. With other numbers of ranks, each gets every world-th one.
     names = [states_file(writer % tensor, writer // tensor) for writer in range(len(files))]
     share = {name: files[name] for name in names[rank::world]}
     check_on_all_ranks(partial(check_content, checkpoint.path, share, progress=rank == 0))

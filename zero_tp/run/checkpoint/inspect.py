@@ -34,8 +34,10 @@ def inspect(source: Path, *, verify: bool = False) -> str:
     manifest = checkpoint.manifest
     steps = complete_steps(source)
     parent = manifest.parent
+    # A script that verifies a run must not take the newest complete checkpoint for the newest one.
     if verify and checkpoint.notes:
         raise UserError(checkpoint.notes[-1])
+    # A checkpoint may have hundreds of GB. A stat of each file finds cut and missing ones at once.
     check = check_content if verify else check_sizes
     check(checkpoint.path, manifest.files)
     model = manifest.model

@@ -26,6 +26,7 @@ from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 if TYPE_CHECKING:
     from zero_tp.run.config import RunConfig
 
+# The format of this version. Earlier ones are refused by their number (`parse_manifest`).
 FORMAT = 4
 OWN_HASH = "sha256"
 PARALLELISM_KEYS = ("zero_tp.parallel", "zero_optimization.stage", "bf16.enabled", "fp16.enabled")
@@ -40,8 +41,9 @@ def states_file(tensor_rank: int, data_rank: int) -> str:
 
 
 class ManifestFile(ConfigModel):
-    """A file's size and hash: the SHA-256 of the SHA-256s of its 8 MiB `parts`
-    (`safetensors_files.py`).
+    """A file's size and hash.
+
+    The hash is the SHA-256 of the SHA-256s of its 8 MiB `parts` (`safetensors_files.py`).
     """
 
     bytes: Count
@@ -50,8 +52,9 @@ class ManifestFile(ConfigModel):
 
 
 class ShardedParameter(ConfigModel):
-    """A parameter split over TP (`parallel.layout.Sharded`); `shape` is that of the whole
-    parameter.
+    """A parameter split over TP (`parallel.layout.Sharded`).
+
+    `shape` is that of the whole parameter.
     """
 
     layout: Literal["Sharded"]
@@ -150,6 +153,8 @@ class Manifest(ConfigModel):
 
 def content_hash(manifest: dict[str, Any]) -> str:
     """Return the SHA-256 of a manifest's compact JSON with sorted keys, without its own hash."""
+    # Compact and sorted, because the file is indented and a copy may have another order of keys:
+    # only the content counts. NaN is refused, because it is no JSON.
     content = {key: value for key, value in manifest.items() if key != OWN_HASH}
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
@@ -157,20 +162,24 @@ def content_hash(manifest: dict[str, Any]) -> str:
 
 
 def parse_manifest(raw: dict[str, Any]) -> Manifest:
-    """Parse the JSON object of a manifest. A ConfigError names the wrong key: "format" if
-    another version wrote it.
+    """Parse the JSON object of a manifest.
+
+    A ConfigError names the wrong key: "format" if another version wrote it.
     """
+    # The hash first: in a damaged file, a wrong type of some key would only be a consequence.
     if OWN_HASH in raw and raw[OWN_HASH] != (sha256 := content_hash(raw)):
         raise ConfigError(
             OWN_HASH,
             f"the content has {sha256[:12]}…, the manifest says {shown(raw[OWN_HASH])[1:13]}…",
         )
+    # Before the schema, because another format may have other keys.
     if raw.get("format") != FORMAT:
         raise ConfigError(
             "format", f"format {shown(raw.get('format'))}, this version reads {FORMAT}"
         )
     manifest = validate(Manifest, raw, "")
     ranks = len(manifest.files)
+    # As many names as there are files: in a wrong manifest, tensor × data may be huge.
     files = {states_file(*divmod(rank, manifest.data)) for rank in range(ranks)}
     if ranks != manifest.tensor * manifest.data or manifest.files.keys() != files:
         raise ConfigError(
@@ -243,8 +252,9 @@ def versions(packages: Sequence[str] = ("torch", "deepspeed", "transformers")) -
 def differences(
     manifest: Manifest, config: RunConfig, validation: dict[str, dict[str, Any]]
 ) -> list[str]:
-    """Return a line on each config key, library and validation corpus that changed since the
-    checkpoint.
+    """Return a line on each difference between a checkpoint and the run that opens it.
+
+    Compared are config keys, versions of libraries and validation corpora.
 
     Keys of `Parallelism` are omitted: `describe_parent` and the line "resuming step …" show them.
 
@@ -252,9 +262,11 @@ def differences(
         validation: identities of the validation corpora by prefix.
     """
     saved = f"when step {manifest.step} was saved"
+    # A corpus that validation had then and lacks now is no line here: the key of its list has one.
     changed = [
         prefix for prefix, old in manifest.validation.items() if validation.get(prefix, old) != old
     ]
+    # Keys that this version no longer has would show as "not set".
     config_before, _ = drop_removed_keys(manifest.config)
     before = {
         **config_before,
@@ -278,6 +290,7 @@ def _differing(path: str, now: Any, before: Any) -> Iterator[tuple[str, str, str
     if path in PARALLELISM_KEYS:
         return
     if isinstance(now, dict) and isinstance(before, dict):
+        # Not a set, whose order of strings differs between two starts.
         for key in (*before, *(key for key in now if key not in before)):
             yield from _differing(f"{path}.{key}" if path else key, now.get(key), before.get(key))
     elif now != before:
@@ -320,8 +333,9 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
 
 
 def check_saved_by_run(checkpoint: Path, manifest: Manifest) -> None:
-    """Refuse a checkpoint of a Trainer: its manifest lacks the optimizer and the batch size,
-    which a run compares.
+    """Refuse a checkpoint of a Trainer.
+
+    Its manifest lacks the optimizer and the batch size, which a run compares.
     """
     if "optimizer" not in manifest.fixed:
         raise UserError(
@@ -339,6 +353,7 @@ def check_states(checkpoint: Path, manifest: Manifest, config: RunConfig) -> Non
             "checkpoint with its "
             'optimizer on NVMe, where DeepSpeed does not restore its states; use "cpu"'
         )
+    # Only the master was saved. SGD without momentum has no states, and no count of steps either.
     if len(manifest.kinds) == 1 and manifest.progress.optimizer_steps is not None:
         raise UserError(
             f"{checkpoint}: saved with the optimizer on NVMe, without its states, so it cannot be "

@@ -1,5 +1,6 @@
-"""The parent of a new run: the checkpoint of another run that it starts from
-(`start_point.Branch`).
+"""The parent of a new run.
+
+That is the checkpoint of another run that it starts from (`start_point.Branch`).
 
 Here it is checked against the new run's config, model and tokenizer, and described for the log.
 """
@@ -30,6 +31,7 @@ from zero_tp.run.config import RunConfig
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+# They change no weight, only which tokens a token sees.
 WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 SAMPLE_ORDER = ("training.seed", "data.sequence_length")
 """With the corpora and their weights, these keys decide the order of the samples."""
@@ -61,8 +63,9 @@ def check_parent(
 def _check_tokenizer(
     checkpoint: Path, manifest: Manifest, fingerprint: TokenizerFingerprint | None
 ) -> tuple[str, ...]:
-    """Check that the new run's tokenizer gives the ids that the weights were trained on; return
-    a note.
+    """Check that both runs' tokenizers give the same ids; return a note.
+
+    The weights were trained on the ids of the parent's.
     """
     if fingerprint is None:
         return ()
@@ -93,7 +96,10 @@ def _check_model(checkpoint: Path, manifest: Manifest, model: PretrainedConfig) 
         *WINDOWS,
         "initializer_range",
     }
+    # With learned positions this number is the number of rows of a weight.
     may_differ |= {"max_position_embeddings"} if rotary else set()
+    # The fields that the class declares. The JSON file has more, such as transformers' version,
+    # which change no weight.
     names = ("model_type", *inspect.get_annotations(type(model)), *fields.undeclared)
     for name in names:
         value = getattr(model, name, None)
@@ -110,12 +116,14 @@ def _check_model(checkpoint: Path, manifest: Manifest, model: PretrainedConfig) 
 
 
 def _check_optimizer(checkpoint: Path, manifest: Manifest, config: RunConfig) -> None:
-    """Check that the new optimizer has the states that were saved. Its hyperparameters may
-    differ.
+    """Check that the new optimizer has the states that were saved.
+
+    Its hyperparameters may differ.
     """
     check_saved_by_run(checkpoint, manifest)
     now = config.resolved()["optimizer"]["type"]
     before = manifest.fixed["optimizer"]["type"]
+    # Adam and AdamW have the same two moments, and differ only in how they apply decay.
     if len({str(name).lower().replace("adamw", "adam") for name in (now, before)}) > 1:
         problem = (
             f"{shown(now)} has other states than {shown(before)}, with which {checkpoint} was saved"
@@ -124,6 +132,7 @@ def _check_optimizer(checkpoint: Path, manifest: Manifest, config: RunConfig) ->
             "optimizer.type", problem, "--from keeps the moments; use the same optimizer"
         )
     optimizers = config.resolved()["optimizer"], manifest.fixed["optimizer"]
+    # AMSGrad has a third state, the largest second moment.
     amsgrad, saved = (bool(optimizer.get("params", {}).get("amsgrad")) for optimizer in optimizers)
     if amsgrad != saved:
         problem = (
@@ -145,6 +154,7 @@ def check_child(source: Path, run: Path, manifest: Manifest) -> None:
         )
     checkpoint = Path(manifest.parent.checkpoint)
     requested = source.resolve()
+    # `--from` may name the checkpoint or its run, RUN/checkpoints/step_N.
     if requested not in (checkpoint, checkpoint.parent.parent):
         raise UserError(
             f"--from {source}: {run} was started from {checkpoint}; give another --output-dir to "
@@ -199,8 +209,9 @@ def describe_parent(
 
 
 def _shorten(changes: list[str]) -> list[str]:
-    """Return at most `MAX_CHANGE_LINES` lines; the last one names the keys of the changes that
-    it replaces.
+    """Return at most `MAX_CHANGE_LINES` lines.
+
+    The last one names the keys of the changes that it replaces.
     """
     if len(changes) <= MAX_CHANGE_LINES:
         return changes

@@ -90,22 +90,29 @@ class StatesFile:
             raise Damaged(path, f"cannot be read ({first_line(error)})") from error
 
     def elements(self, parameter: str, kind: str, start: int, stop: int) -> Tensor:
-        """Return the TP shard's elements [start, stop) up to the fragment's end; empty if it
-        lacks the first.
+        """Return elements of the TP shard, as far as this file has them.
+
+        Args:
+            start, stop: of the flattened shard. A fragment that ends before `stop` gives fewer
+                elements, one that begins after `start` gives none.
         """
         first = self.starts.get(parameter)
+        # No error: the file of another DP rank has these elements, and the caller looks there.
         if first is None or start < first:
             return torch.empty(0)
         try:
             tensor: Tensor = self._file.get_tensor(tensor_name(parameter, kind))
         except SafetensorError as error:
             raise Damaged(self.path, f"holds no {tensor_name(parameter, kind)}") from error
+        # A slice beyond the fragment's end is cut there, so the caller sees how far this file
+        # reaches.
         return tensor[start - first : stop - first]
 
 
 class CheckpointReader:
-    """Reads the tensors of one checkpoint. As a `WeightSource` it gives a new model the fp32
-    masters.
+    """Reads the tensors of one checkpoint.
+
+    As a `WeightSource` it gives a new model the fp32 masters.
 
     Attributes:
         parameters: the saved layouts by name.
@@ -129,6 +136,7 @@ class CheckpointReader:
             name: ParameterLayout.from_manifest(entry)
             for name, entry in manifest.parameters.items()
         }
+        # With more replicas than the saved run had, the later ones begin with the last file.
         self._preferred_rank = min(data_rank, self.data - 1)
         self._files: dict[tuple[int, int], StatesFile] = {}
         self._fragments: dict[int, dict[str, list[tuple[int, StatesFile]]]] = {}
@@ -140,8 +148,9 @@ class CheckpointReader:
         return self._files[ranks]
 
     def _fragments_of(self, name: str, tensor_rank: int) -> list[tuple[int, StatesFile]]:
-        """Return (first element, file) of each fragment of a TP rank's shard, in order. Opens
-        all of its files.
+        """Return (first element, file) of each fragment of a TP rank's shard, in order.
+
+        It opens the files of all DP ranks, so only if the preferred file is not enough.
         """
         if tensor_rank not in self._fragments:
             by_parameter: dict[str, list[tuple[int, StatesFile]]] = {}
@@ -165,6 +174,7 @@ class CheckpointReader:
         """Write this rank's shard of a parameter's master into `local`."""
         wanted = ParameterLayout(layout, tuple(whole))
         saved = self.parameters.get(name)
+        # The whole shapes must agree. The layouts may differ: `piece` maps one to the other.
         if saved is None or saved.shape != wanted.shape:
             problem = (
                 "no such parameter"
@@ -203,8 +213,12 @@ class CheckpointReader:
         shape = [along.local_length for along in shard]
         start, stop, _ = (elements or slice(None)).indices(math.prod(shape))
         nearest = rank if size == self.tensor else 0  # a replica is read from the rank's own file
+        # Equal maps need no reshaping: the wanted elements are consecutive in one saved shard. So
+        # it is at the same TP size, and for a replicated parameter at any.
         if self.parameters[name].spans(nearest, self.tensor) == shard:
             return self._elements(name, kind, nearest, start, stop)
+        # A ZeRO fragment may begin and end inside a row, but the maps are of whole rows and
+        # columns. So read the smallest block around it, and cut it at the end.
         index, offset = enclosing_block(shape, start, stop)
         target = [along.narrow(rows) for along, rows in zip(shard, index, strict=True)]
         block = torch.zeros([along.local_length for along in target])  # padding stays zero
@@ -216,11 +230,20 @@ class CheckpointReader:
     def _holders(self, name: str) -> dict[tuple[Spans, ...], int]:
         """Return each saved shard's map along each dimension → the first TP rank that has it."""
         saved = self.parameters[name]
+        # Ranks with equal maps hold the same elements: all ranks, of a replicated parameter.
+        # Reversed, because the last entry of a key stays: the first rank.
         ranks = reversed(range(self.tensor))
         return {saved.spans(rank, self.tensor): rank for rank in ranks}
 
     def _block(self, name: str, kind: str, saved_rank: int, index: Index) -> Tensor:
-        """Return a block of a saved shard. What it lacks between its rows is not copied."""
+        """Return a block of a saved shard as a view of the elements from its first to its last.
+
+        The block [0:2, 1:3] of a shard [3, 4]:
+
+            . b c .     elements [1, 7) are read: b c . . f g
+            . f g .     as_strided((2, 2), (4, 1)) gives [[b, c], [f, g]], and copies nothing
+            . . . .
+        """
         saved = self.parameters[name]
         shape = saved.layout.local_shape(saved.shape, self.tensor)
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -235,11 +258,23 @@ class CheckpointReader:
         return self.piece(name, kind, ParameterLayout(Replicated(), shape), 0, 1).view(shape)
 
     def _elements(self, name: str, kind: str, tensor_rank: int, start: int, stop: int) -> Tensor:
-        """Return elements of a saved shard from the files of the DP ranks that have them."""
+        """Return elements of a saved shard from the files of the DP ranks that have them.
+
+        Elements [2, 9) of a shard of 10, saved by DP 3 in fragments that start at 0, 4 and 8:
+
+            preferred file, of DP rank 1    begins at 4: nothing of element 2
+            file of DP rank 0               [2, 4)
+            file of DP rank 1               [4, 8)
+            file of DP rank 2               [8, 9)
+        """
+        # On the grid that saved the checkpoint this file has everything, and no other one is
+        # opened. `verify_checkpoint` has just read it, so it is in the page cache.
         pieces = [self._file(tensor_rank, self._preferred_rank).elements(name, kind, start, stop)]
         position = start + len(pieces[0])
         fragments = self._fragments_of(name, tensor_rank) if position < stop else []
         while position < stop:
+            # The last fragment that begins at or before the position. -1, if all begin later,
+            # becomes 0: that file then gives nothing, which is reported below.
             index = max(bisect_right(fragments, position, key=itemgetter(0)) - 1, 0)
             pieces.append(
                 fragments[index][1].elements(name, kind, position, stop)

@@ -38,12 +38,15 @@ class RunOwner:
     def __init__(self, run: Path) -> None:
         self.run = run
         self.token = secrets.token_hex(16)
+        # Host and pid are for the message. The token decides, because two machines may have equal
+        # pids.
         owner = {"token": self.token, "host": socket.gethostname(), "pid": os.getpid()}
         write_atomically(run / OWNER, json.dumps(owner) + "\n")
 
     def check(self) -> None:
-        """Raise OwnerChanged if another launch has written its token. A missing file means no
-        owner.
+        """Raise OwnerChanged if another launch has written its token.
+
+        A missing file means no owner: a person may have removed it.
         """
         owner = read_owner(self.run)
         if owner is not None and owner.get("token") != self.token:
@@ -68,13 +71,17 @@ def read_owner(run: Path) -> dict[str, object] | None:
 
 @contextlib.contextmanager
 def run_directory(run: Path) -> Iterator[RunOwner]:
-    """Make a run's directory, own it and write `rank0.pid` (for signals). Rank 0 enters it
-    before ranks connect.
+    """Make a run's directory, own it and write `rank0.pid` (for signals).
+
+    Rank 0 enters it before ranks connect.
     """
     with contextlib.ExitStack() as stack:
         try:
             checkpoints_directory(run).mkdir(parents=True, exist_ok=True)
+            # The kernel releases it when the process ends, however it ends. So no stale lock has to
+            # be removed by hand.
             lock(stack.enter_context((run / LOCK).open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # After the lock: a refused second launch must not take the run over.
             owner = RunOwner(run)
             # Replaced, not opened: this machine may still see a file that another machine has
             # removed.

@@ -1,6 +1,4 @@
-"""Find the tokenizer of a checkpoint's run, and check that a tokenizer is the one that its model
-was trained with.
-"""
+"""Find the tokenizer of a checkpoint's run, and compare tokenizers with it."""
 
 from __future__ import annotations
 
@@ -20,6 +18,7 @@ def find_run_tokenizer(requested: Path | None, checkpoint: RunCheckpoint) -> Pat
     """Return the directory of the requested tokenizer, else of the run's, else None."""
     relative = checkpoint.manifest.tokenizer_from_run
     run = checkpoint.path.absolute().parent.parent
+    # Tried if the recorded path is gone: run and tokenizer may have been moved together.
     moved = None if relative is None else run / relative
     return resolve_tokenizer(requested, checkpoint.manifest.tokenizer, moved)
 
@@ -27,8 +26,9 @@ def find_run_tokenizer(requested: Path | None, checkpoint: RunCheckpoint) -> Pat
 def check_run_tokenizer(
     tokenizer: PreTrainedTokenizerBase, directory: Path, checkpoint: RunCheckpoint
 ) -> None:
-    """Check that a tokenizer gives the ids that the model was trained on, if the checkpoint records
-    them.
+    """Check that a tokenizer gives the ids that the model was trained on.
+
+    Without a recorded fingerprint there is nothing to compare.
 
     Args:
         directory: of the tokenizer.
@@ -41,8 +41,9 @@ def check_run_tokenizer(
 
 
 def uncompared_tokenizer(directory: Path | None, checkpoint: RunCheckpoint) -> tuple[str, ...]:
-    """Return a line if a tokenizer cannot be compared, because an older version saved the
-    checkpoint.
+    """Return a line if a tokenizer cannot be compared.
+
+    An older version saved the checkpoint, without a fingerprint.
     """
     manifest = checkpoint.manifest
     if None in (directory, manifest.tokenizer) or manifest.tokenizer_fingerprint is not None:

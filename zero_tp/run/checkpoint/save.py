@@ -1,7 +1,14 @@
 """Save checkpoints: every rank writes its file, then rank 0 commits them under the step's name.
 
 Ranks report to each other through the process group's key-value store, because training may run
-collectives while a save runs in the background.
+collectives while a save runs in the background. The fourth save of a run with DP 2, of step 500:
+
+    rank 0                                        rank 1
+    makes .writing/3f9a…, posts 4/begin           waits for 4/begin, which names the directory
+    writes states_tp00_dp0000, posts 4/0          writes states_tp00_dp0001, posts 4/1: size, hash
+    waits for 4/0 and 4/1, writes the manifest
+    renames .writing/3f9a… to step_00000500
+    posts 4/outcome                               `wait` returns with 4/outcome
 """
 
 from __future__ import annotations
@@ -39,6 +46,7 @@ from zero_tp.run.checkpoint.reader import RANDOM, STARTS, ParameterLayout, tenso
 from zero_tp.run.checkpoint.run_directory import OwnerChanged
 from zero_tp.run.config import RunConfig
 
+# Between two looks for a message [seconds]: at first, and after a long wait.
 POLL_SECONDS = 0.02
 LONGEST_POLL_SECONDS = 0.5
 
@@ -77,6 +85,8 @@ class Saver:
         self._settings = settings
         self._check_owner = check_owner
         self._minutes = timeout_minutes
+        # A name for each saver, because the store outlives it: a second one would count from 1
+        # again and read the messages of the first.
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name)
         self._store = dist.PrefixStore(
@@ -91,9 +101,11 @@ class Saver:
         self._is_reported = True
 
     def save(self, step: int) -> None:
-        """Save a checkpoint of `step`, or start to in the background. Collective; `outcome`
-        returns the result.
+        """Save a checkpoint of `step`, or start to save it in the background. Collective.
+
+        A failure raises nothing here: `outcome` returns it.
         """
+        # One save at a time: the thread, its file and the number of the messages are those of one.
         self.wait()
         self._count = self._count + 1
         self._step = step
@@ -106,6 +118,8 @@ class Saver:
             if self.topology.rank == 0:
                 self._post("outcome", message)
             return
+        # The directory's random name comes from rank 0. Without it, a rank could write into the
+        # directory of a killed save.
         name = states_file(self.topology.tensor_rank, self.topology.data_rank)
         self._file = (
             directory.checkpoints_directory(self.run)
@@ -116,8 +130,13 @@ class Saver:
         entries, metadata = own_entries(self.zero)
         background = self._settings is not None and self._settings.async_
         if background:
+            # The next step changes masters and moments in place while the thread writes.
             entries = [_copy_to_host(entry) for entry in entries]
+        # The manifest is made now, in the main thread: its counts and schedule must be those of
+        # this step.
         arguments = (entries, metadata, self._describe())
+        # Also a save that training waits for runs in a thread, so that a disk that hangs can be
+        # given up after the limit. No exception can end a blocked write.
         self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
         if not background:
@@ -133,10 +152,12 @@ class Saver:
         return {"directory": directory.begin(self.run).name}
 
     def wait(self) -> None:
-        """Wait until the last save has ended on all ranks. UserError: that took longer than twice
-        `timeout_minutes`.
+        """Wait until the last save has ended on all ranks.
 
         One limit is for this rank's own write, another for the other ranks' messages.
+
+        Raises:
+            UserError: that took longer than twice `timeout_minutes`.
         """
         if self._thread is None:
             return
@@ -156,6 +177,8 @@ class Saver:
         Raises:
             OwnerChanged: another launch owns the run directory.
         """
+        # Another rank's own thread ends before rank 0 has committed, so only the thread of rank 0
+        # tells that a save has ended.
         done = self._thread is None or (self.topology.rank == 0 and not self._thread.is_alive())
         if self._is_reported or not done:
             return None
@@ -178,11 +201,18 @@ class Saver:
         self._store.set(f"{self._count}/{key}", json.dumps(message))
 
     def _collect(self, key: str, deadline: float) -> dict[str, Any]:
-        """Wait for a message and return it. UserError: it has not arrived by `deadline` (of
-        `time.monotonic`).
+        """Wait for a message and return it.
+
+        Args:
+            deadline: of `time.monotonic`.
+
+        Raises:
+            UserError: the message has not arrived by then.
         """
         path = f"{self._count}/{key}"
         start = time.monotonic()
+        # `check` answers at once, while `get` would wait for the key and hold the client, which
+        # other threads of this process use, too.
         while not self._store.check([path]):
             waited = time.monotonic() - start
             if start + waited > deadline:
@@ -200,8 +230,9 @@ class Saver:
     def _write(
         self, entries: list[Entry], metadata: dict[str, str], manifest: dict[str, Any]
     ) -> None:
-        """Write this rank's file and report it; rank 0 waits for all ranks, then commits or
-        removes the files.
+        """Write this rank's file and report it.
+
+        Rank 0 then waits for all ranks, and commits the files or removes them. Runs in a thread.
         """
         written = self._attempt(
             lambda: {"file": self._file.name, **vars(write_tensors(self._file, entries, metadata))}
@@ -231,10 +262,13 @@ class Saver:
             written = self._collect(str(rank), deadline)
             self._store.delete_key(f"{self._count}/{rank}")  # only rank 0 reads it
             if "error" in written:
+                # Caught by `_attempt`, whose message becomes the outcome on every rank.
                 raise OSError(0, f"rank {rank}: {written['error']}")
             files[written["file"]] = FileDigest(
                 written["size"], written["sha256"], written["parts"]
             )
+        # Only after every rank has reported. A commit before that could name files that a rank has
+        # not flushed.
         self.notes += directory.commit(
             self.run, self._file.parent, self._step, manifest, files, self._check_owner
         )
@@ -313,18 +347,24 @@ def own_entries(zero: ZeroEngine) -> tuple[list[Entry], dict[str, str]]:
     starts = dict[str, int]()
     kinds = states.kinds()
     for fragment in states.fragments:
+        # Without ZeRO every replica has all states: each saves an equal slice, so no bytes are
+        # written twice.
         own = zero.checkpoint_slice(fragment)
         if not own.span.length:
             continue
         starts[own.name] = own.span.whole_start
         for kind in kinds:
             read = partial(states.get, own, kind)
+            # A fragment is flat: under ZeRO it may begin inside a row. The parameter's shape stands
+            # in the manifest.
             shape = (own.span.length,)
             entries.append(Entry(tensor_name(own.name, kind), shape, read().dtype, read))
     for name, state in zero.model.streams.state_dict().items():
         entries.append(
             Entry(f"{RANDOM}/{name}", tuple(state.shape), state.dtype, partial(torch.clone, state))
         )
+    # In the file itself, because a manifest with the fragments of every rank would grow with
+    # parameters times ranks.
     return entries, {STARTS: json.dumps(starts)}
 
 
@@ -342,6 +382,7 @@ def describe_tokenizer(
     if name is not None and not has_commit(name):
         entries |= {
             "tokenizer": os.path.abspath(name),
+            # Relative to the run: still right if both were moved together.
             "tokenizer_from_run": os.path.relpath(name, run),
         }
     return entries | (
@@ -373,5 +414,6 @@ def _copy_to_host(entry: Entry) -> Entry:
     From a device, the copy to page-locked memory is asynchronous; the writing thread waits for it.
     """
     data = entry.read().detach()
+    # `HostCopy` of a CPU tensor is the tensor itself, so it needs a copy of its own.
     copy = HostCopy(data.clone() if data.device.type == "cpu" else data)
     return replace(entry, read=copy.wait)

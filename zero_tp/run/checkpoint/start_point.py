@@ -116,13 +116,17 @@ class Resume:
 
         def newest() -> RunCheckpoint | None:
             if resume_from is None:
+                # Without it, a machine that restarts the run could resume an older checkpoint than
+                # the last one.
                 directory.refresh_view(run)
                 if not directory.complete_steps(run):
                     return None
             checkpoint = find_checkpoint(resume_from or run, known)
+            # On rank 0 only: all ranks have the same config, and the error travels to them.
             check_same_run(checkpoint.path, checkpoint.manifest, config)
             return checkpoint
 
+        # A checkpoint that a person has named is not exchanged for another one.
         may_go_back = resume_from is None and config.zero_tp.checkpoint.on_corrupt == "previous"
         go_back = partial(_go_back, may_go_back, check_owner)
         checkpoint = find_on_all_ranks(newest, known=known, check=check, on_damage=go_back)
@@ -198,6 +202,8 @@ def find_start(
     """
     run = inputs.directory
     config = inputs.config
+    # First: the same command with `--from` must continue the run that it has started, not start it
+    # again.
     resume = Resume.find(
         run,
         config,
@@ -245,6 +251,7 @@ def _go_back(may_go_back: bool, check_owner: Callable[[], None], damage: Damaged
             f"{problem}; the checkpoint is damaged: use the one before with "
             f'--resume-from {before[-1]}, or set zero_tp.checkpoint.on_corrupt to "previous"'
         )
+    # Before the rename: a launch that has lost the run must not change its checkpoints.
     check_owner()
     aside = directory.set_aside(damage.checkpoint)
     return f"{problem}; set aside as {aside}, going back to the checkpoint before"
@@ -258,14 +265,19 @@ def _restore_states(zero: ZeroEngine, checkpoint: RunCheckpoint) -> None:
     reader = CheckpointReader(checkpoint.path, checkpoint.manifest, zero.topology.data_rank)
     parameters = zero.model.named_parameters()
     wanted = {name: ParameterLayout.of(parameter) for name, parameter in parameters}
+    # Before the first tensor is read: an error in the middle would leave a model of two
+    # checkpoints.
     _check_parameters(checkpoint.path, reader.parameters, wanted)
     _read_states(zero, checkpoint.manifest, reader, wanted)
+    # The module holds rounded copies of the masters. Without it, the first forward would use the
+    # weights that the engine was built with.
     zero.fill_module()
 
 
 def _check_parameters(
     checkpoint: Path, saved: dict[str, ParameterLayout], wanted: dict[str, ParameterLayout]
 ) -> None:
+    # Names that only one side has. Sorted, so that all ranks name the same one.
     for name in sorted(saved.keys() ^ wanted.keys()):
         where = "the model" if name in wanted else "the checkpoint"
         raise UserError(
@@ -289,6 +301,8 @@ def _read_states(
     """Read this rank's masters and states; on the grid that saved them, its own file has all."""
     states = zero.states()
     topology = zero.topology
+    # All kinds of one parameter after each other: its maps are cached, and in the file its tensors
+    # follow each other.
     pieces = [(fragment, kind) for fragment in states.fragments for kind in manifest.kinds]
     disable = None if topology.rank == 0 else True
     for fragment, kind in tqdm(pieces, "resuming", unit="tensor", disable=disable, leave=False):
@@ -301,6 +315,7 @@ def _restore_streams(zero: ZeroEngine, checkpoint: Path, manifest: Manifest, see
     """Restore the random streams on the same grid and kind of device; else seed new ones."""
     topology = zero.topology
     streams = zero.model.streams
+    # SP without TP splits nothing, so it draws the same numbers.
     split_sequence = manifest.sequence and manifest.tensor > 1
     before = (manifest.tensor, manifest.data, split_sequence)
     if before == (topology.tensor, topology.data, topology.sequence):
@@ -310,4 +325,5 @@ def _restore_streams(zero: ZeroEngine, checkpoint: Path, manifest: Manifest, see
         if streams.are_compatible(states):
             streams.load_state_dict(states)
             return
+    # Not the seed alone: the new streams would repeat the draws of the first steps.
     streams.reseed(topology, seed + manifest.step)

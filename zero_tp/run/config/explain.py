@@ -126,6 +126,7 @@ def _value(
     """Yield the value, its source and its default."""
     written = read_json(config.path)
     changed = dict[str, Any]()
+    # Both get the overrides: `written` has the file below them, `changed` nothing else.
     for values in (written, changed):
         apply_overrides(values, overrides)
         use_current_names(values)
@@ -133,6 +134,7 @@ def _value(
     block = look_up(resolved, parent) if parent else resolved
     default = node.get("default")
     if default is None and parent == "zero_tp.model":
+        # The schema has no defaults of model fields; transformers' class has.
         default = getattr(config.hf_config(), key.rpartition(".")[2], None)
     if block is not None and not isinstance(block, dict):
         yield "value", f"part of {parent}, which is {shown(block)}"
@@ -149,6 +151,7 @@ def _value(
 
 
 def _reader(key: str) -> str:
+    # The longest beginning is the most specific one.
     names = [name for name in READERS if key == name or key.startswith((f"{name}.", f"{name}_"))]
     return READERS[max(names, key=len)] if names else "DeepSpeed"
 

@@ -67,6 +67,8 @@ def json_schema() -> Json:
         "type",
         {name: _with_params(block) for name, block in SCHEDULES.items()},
     )
+    # One schema for three classes: which one is used depends on other keys, which a schema cannot
+    # follow.
     adam: type[BaseModel] = create_model("Adam", __base__=(TorchAdam, FusedAdam, CPUAdam))
     optimizers = {"SGD": _with_params(SGD, "optimizer"), ANY_ADAM: _with_params(adam, "optimizer")}
     types: Json = {"anyOf": [{"enum": list(OPTIMIZERS)}, {"pattern": f"^{ANY_ADAM}$"}]}
@@ -90,8 +92,9 @@ def json_schema() -> Json:
 
 
 def _add_cases(block: Json, key: str, cases: dict[str, Json]) -> None:
-    """Add the schema for each value (a pattern) of `key`. Unlike `oneOf`, it reports the path of
-    an error.
+    """Add the schema for each value (a pattern) of `key`.
+
+    Unlike `oneOf`, it reports the path of an error.
     """
     block["allOf"] = [
         {"if": {"properties": {key: {"pattern": f"^{value}$"}}, "required": [key]}, "then": then}
@@ -109,8 +112,9 @@ def _with_params(model: type[BaseModel], block: str = "scheduler") -> Json:
 
 
 def _with_fields(model_type: str) -> Json:
-    """Return a schema that allows the fields of a model type, those of every transformers config
-    included.
+    """Return a schema that allows the fields of a model type.
+
+    Those of every transformers config are included.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -122,6 +126,8 @@ def _with_fields(model_type: str) -> Json:
         *inspect.get_annotations(config_class),
         *ARCHITECTURES[model_type].fields.undeclared,
     }
+    # transformers accepts other names for some fields, such as num_hidden_layers for GPT-2's
+    # n_layer.
     names |= {alias for alias, name in config_class.attribute_map.items() if name in names}
     return {"properties": dict.fromkeys(sorted(names), True), "additionalProperties": False}
 

@@ -112,14 +112,16 @@ def _pretrained_config(model: dict[str, Any], saved: dict[str, Any] | None) -> P
                 problem,
                 f"leave it out; only {', '.join(allowed)} can be given",
             )
+    # A resumed run reads its weights from the checkpoint, so the directory may be gone.
     if saved is not None and not Path(directory).exists():
         return config_from_json(saved, Path(directory), **changes)
     return config_from_directory(resolve(directory, key, weights=False), key, **changes)
 
 
 def ignored_fields(model: dict[str, Any]) -> list[str]:
-    """Return a line on fields of `from_pretrained`'s config.json that have no effect; none
-    without that file.
+    """Return a line on fields of config.json that have no effect.
+
+    The file is that of `from_pretrained`; without it there is no line.
     """
     from zero_tp.model.architectures.configs import describe_ignored_fields
 
@@ -140,6 +142,7 @@ def _check_length(zero_tp: ZeroTP, positions: int, config: PreTrainedConfig) -> 
             "use another model" if FROM_PRETRAINED in zero_tp.model else f"raise {MODEL_KEY}.{name}"
         )
         raise ConfigError(key, problem, f"shorten it, or {longer}")
+    # Each rank holds length / tensor positions of every row.
     if zero_tp.parallel.sequence and length % tensor:
         inequality = f"{length} ≠ tensor {tensor} × {length / tensor:.4g} tokens a rank"
         remedy = f"use a multiple of {tensor}, or set zero_tp.parallel.sequence to false"

@@ -108,7 +108,11 @@ class RunConfig:
                 SCHEMA, "expected a string", "give the path of the schema, or leave it out"
             )
         use_current_names(values)
+        # "auto" is a string, which the types of most keys refuse. So these keys are absent until
+        # their values are known.
         auto_keys = pop_autos(values)
+        # The optimizer's class decides which params are valid, so it is chosen before types are
+        # checked.
         choose_implementation(values)
 
         # 1. Types: errors of single keys. An "auto" has no value yet.
@@ -116,6 +120,7 @@ class RunConfig:
         zero_tp, hf_config, batch = _check_keys(values, block, auto_keys, world_size, saved)
 
         # 2. Fill in defaults, "auto" and batch sizes.
+        # Steps first: the length of a schedule may be "auto", which is the number of steps.
         zero_tp = _fill_steps(zero_tp, batch.total)
         lines = fill(values, auto_keys, batch, zero_tp.training.steps, hf_config.hidden_size, saved)
         settings = parse_settings(values)
@@ -125,8 +130,9 @@ class RunConfig:
         return cls(path, world_size, batch, settings, zero_tp, hf_config, (*removed, *lines))
 
     def with_pinned_tokenizer(self) -> RunConfig:
-        """Return the config with the commit of its tokenizer. The hub is asked if the tokenizer
-        is a name there.
+        """Return the config with the commit of its tokenizer.
+
+        The hub is asked if the tokenizer is a name there.
         """
         if self.zero_tp.tokenizer is None:
             return self
@@ -166,14 +172,16 @@ class RunConfig:
 
     @property
     def nvme_paths(self) -> dict[str, Path | None]:
-        """Return the directories of the offload blocks whose device is "nvme", by the block's
-        name.
+        """Return the directories of NVMe offload, by the name of their block.
+
+        Only blocks whose device is "nvme" have one.
         """
         return self.settings.zero_optimization.nvme_paths
 
     def missing_files(self) -> list[Path]:
-        """Return the files and directories that the run reads but that are missing here and in
-        the hub's cache.
+        """Return the files and directories that the run reads but that are missing.
+
+        What the hub's cache has is not missing.
         """
         data = self.zero_tp.data
         evaluation = self.zero_tp.evaluation
@@ -215,8 +223,9 @@ class RunConfig:
         return self.settings.without(*MONITORS)
 
     def resolved(self) -> dict[str, Any]:
-        """Return the whole config with every default of `zero_tp` and every "auto" filled in, as
-        a loadable dict.
+        """Return the whole config as a dict that can be loaded again.
+
+        Every default of `zero_tp` and every "auto" is filled in.
         """
         return {
             **self.settings.written(),
@@ -248,8 +257,9 @@ class RunConfig:
 
     @property
     def pretrained(self) -> Path | None:
-        """Return the initial weights' Hugging Face directory, or hub name with commit; None for
-        random weights.
+        """Return where the initial weights are; None for random weights.
+
+        It is a Hugging Face directory, or a hub name with its commit.
         """
         return (
             Path(self.zero_tp.model[FROM_PRETRAINED])
@@ -262,6 +272,7 @@ class RunConfig:
 
         For an encoder without a sentence head, `architectures` names the class without one.
         """
+        # A copy, because callers and transformers change its fields.
         config = copy.deepcopy(self._hf_config)
         config._attn_implementation = self.zero_tp.attention
         masked = self.zero_tp.masked
@@ -284,8 +295,9 @@ def _check_keys(
     world_size: int | None,
     saved: SavedStart | None,
 ) -> tuple[ZeroTP, PreTrainedConfig, BatchSizes]:
-    """Check every key by itself; return the `zero_tp` block, the model's config and the batch
-    sizes.
+    """Check every key by itself.
+
+    Returns the `zero_tp` block, the model's config and the batch sizes.
 
     Args:
         values: DeepSpeed's part.
@@ -297,12 +309,15 @@ def _check_keys(
     batch = None
     data = None
     with collector:
+        # Each block of this function adds its errors to the collector, so that one start shows all
+        # wrong keys.
         parse_settings(values, auto_keys=auto_keys)
     with collector:
         zero_tp = _check_block(block)
     if zero_tp is not None and world_size is not None:
         with collector:
             data = data_parallel_size(world_size, zero_tp.parallel.tensor)
+    # A sum of batch sizes that are wrong by themselves would only repeat their errors.
     if not any(error.key.partition(".")[0] in BATCH_FIELDS for error in collector.errors):
         with collector:
             batch = resolve_batch(values, data)
@@ -312,6 +327,7 @@ def _check_keys(
         with collector:
             if zero_tp is not None:
                 zero_tp, hf_config = _pin_and_check_model(zero_tp, saved)
+            # The rest of the block is wrong. Errors of the model are shown nevertheless.
             elif isinstance(model, dict):
                 model_config(model)
     collector.raise_all()
@@ -341,13 +357,16 @@ def _check_block(block: Any) -> ZeroTP:
 def _pin_and_check_model(
     zero_tp: ZeroTP, saved: SavedStart | None
 ) -> tuple[ZeroTP, PreTrainedConfig]:
-    """Pin hub names to the commits of the run's first start; return the block and the model's
-    config.
+    """Pin hub names to the commits of the run's first start.
+
+    Returns the block and the model's config.
     """
     model = zero_tp.model
     key = f"{MODEL_KEY}.{FROM_PRETRAINED}"
     earlier = None if saved is None else saved.config
     if FROM_PRETRAINED in model:
+        # The commit of the first start: a name without one follows the hub's branch, and a resumed
+        # run would change its model.
         model[FROM_PRETRAINED] = pin_to_first_start(model[FROM_PRETRAINED], look_up(earlier, key))
     hf_config = check_model(zero_tp, None if saved is None else saved.model)
     if FROM_PRETRAINED in model:
@@ -359,8 +378,9 @@ def _pin_and_check_model(
 
 
 def _fill_steps(zero_tp: ZeroTP, samples: int | None) -> ZeroTP:
-    """Replace `training.tokens` by the number of steps, of `samples` samples each, that train on
-    them.
+    """Replace `training.tokens` by the number of steps that train on them.
+
+    A step has `samples` samples.
     """
     training = zero_tp.training
     if training.tokens is None:
@@ -370,6 +390,7 @@ def _fill_steps(zero_tp: ZeroTP, samples: int | None) -> ZeroTP:
         raise ConfigError(
             "zero_tp.training.tokens", problem, "give --world-size N, or train_batch_size"
         )
+    # Rounded up: the run trains on at least so many tokens.
     steps = math.ceil(training.tokens / (samples * zero_tp.data.sequence_length))
     return zero_tp.model_copy(
         update={"training": training.model_copy(update={"steps": steps, "tokens": None})}
@@ -377,8 +398,9 @@ def _fill_steps(zero_tp: ZeroTP, samples: int | None) -> ZeroTP:
 
 
 def check_accelerator(dtype: str, accelerator: Any) -> None:
-    """Check that this machine's accelerator (DeepSpeed's object) supports a dtype: "fp32",
-    "bf16" or "fp16".
+    """Check that this machine's accelerator supports a dtype.
+
+    The accelerator is DeepSpeed's object; the dtype is "fp32", "bf16" or "fp16".
     """
     supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
     if dtype != "fp32" and not supported[dtype]():

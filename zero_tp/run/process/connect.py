@@ -34,8 +34,9 @@ def connect(
     timeout: timedelta = TIMEOUT,
     start_timeout: timedelta = TIMEOUT,
 ) -> tuple[Topology, torch.device]:
-    """Join the process group, which DeepSpeed later adopts, and create the topology's groups.
-    Collective.
+    """Join the process group, and create the topology's groups. Collective.
+
+    DeepSpeed later adopts the process group.
 
     A script calls `zero_tp.connect(tensor=2)`: the ranks are those that a launcher started, or this
     process alone.
@@ -71,11 +72,14 @@ def connect(
     bound_device = None
     if device_type != "cpu":
         device = rank_device(environment, device_type)
+        # Before the first collective: under NCCL, those of objects go through the current device.
         torch.get_device_module(device_type).set_device(device.index)
         for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
             if name in os.environ:  # DeepSpeed takes it for the device's index
                 os.environ[name] = str(device.index)
     if environment.world > 1:
+        # Here ranks wait for one that still reads its corpora. In `init_process_group` they would
+        # wait with the limit of a collective, and would not hear of a refusal.
         environment.store.wait_until_all_ready(start_timeout)
         if device_type != "cpu":
             bound_device = device  # NCCL then creates groups by splitting the world's communicator
@@ -86,8 +90,9 @@ def connect(
 
 
 def rank_device(environment: RankEnvironment, device_type: str) -> torch.device:
-    """Return this rank's device: the one with its local rank's index, or the only one that it
-    can see.
+    """Return this rank's device.
+
+    It is the one with its local rank's index, or the only one that it can see.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -113,8 +118,9 @@ def rank_device(environment: RankEnvironment, device_type: str) -> torch.device:
 def connect_deepspeed(
     config: RunConfig, environment: RankEnvironment
 ) -> tuple[Topology, torch.device]:
-    """Check that this machine has what the config uses, then `connect` on DeepSpeed's
-    accelerator. Collective.
+    """Check this machine, then `connect` on DeepSpeed's accelerator. Collective.
+
+    The machine must have what the config uses.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -123,10 +129,12 @@ def connect_deepspeed(
     accelerator = get_accelerator()
     device_type = accelerator.device_name()
     if device_type == "cuda" and config.zero_tp.training.guard_gradients:
+        # Before anything else uses CUDA, because torch reads the variable once.
         use_deterministic_cublas()
     check_accelerator(config.dtype, accelerator)
     ops.check_nvme(config.nvme_paths)
     ops.disable_shared_memory_collectives()
+    # A killed build leaves a lock file, for which every later build waits without a word.
     report_build_locks()
     message = ops.compilation_note(config.settings, accelerator)
     if message is not None and environment.rank == 0:
@@ -147,8 +155,9 @@ def connect_deepspeed(
 
 
 def use_deterministic_cublas() -> None:
-    """Make cuBLAS deterministic, as `guards.check_reproducible` requires. Call it before this
-    process uses CUDA.
+    """Make cuBLAS deterministic, as `guards.check_reproducible` requires.
+
+    Call it before this process uses CUDA.
 
     torch reads the variable at its first product (`Context::alertCuBLASConfigNotDeterministic`).
     """

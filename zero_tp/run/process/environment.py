@@ -1,5 +1,6 @@
-"""A rank's place in its job, read from the launcher's variables. Importing this module does not
-import torch.
+"""A rank's place in its job, read from the launcher's variables.
+
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ LOCAL_WORLD = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Place of this process in its job, under deepspeed, torchrun, accelerate, srun, mpirun or
-    without a launcher.
+    """Place of this process in its job.
+
+    It may run under deepspeed, torchrun, accelerate, srun, mpirun or without a launcher.
 
     Attributes:
         local_rank, local_world: None if the launcher sets neither.
@@ -91,9 +93,11 @@ class RankEnvironment:
 
     @property
     def cores(self) -> int:
-        """CPU cores that this rank may use: those it is bound to, or an equal part of its
-        launcher's.
+        """CPU cores that this rank may use.
+
+        They are those it is bound to, or an equal part of its launcher's.
         """
+        # The affinity and not the number of cores: Slurm and containers bind a job to some of them.
         own = len(os.sched_getaffinity(0))
         launcher = len(os.sched_getaffinity(self.parent.pid)) if self.parent else own
         return max(1, min(own, launcher // (self.local_world or self.world)))
@@ -139,11 +143,14 @@ class RankEnvironment:
                 )
 
     def deepspeed_command(self) -> psutil.Process | None:
-        """Return the process of the `deepspeed` command, if DeepSpeed started this rank: the
-        parent of launch.py.
+        """Return the process of the `deepspeed` command, the parent of launch.py.
+
+        None: DeepSpeed has not started this rank.
         """
         with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
             if self.parent is not None and "deepspeed.launcher.launch" in self.parent.cmdline():
+                # launch.py stays alive if the command is killed, and its ranks with it (tried). So
+                # the ranks watch the command themselves.
                 command = self.parent.parent()
                 if command is not None and any(
                     Path(word).name in DEEPSPEED_COMMANDS for word in command.cmdline()[:4]
@@ -166,16 +173,20 @@ def rank_name(rank: int) -> str:
 def free_port() -> int:
     """Return an unused port of this machine."""
     with socket.socket() as listener:
+        # Port 0 asks the kernel for one. It is free again after the block, until torch opens it.
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
         return port
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether `process` runs; False for a zombie, and if its pid belongs to another
-    process by now.
+    """Return whether `process` runs.
+
+    False for a zombie, and if its pid belongs to another process by now.
     """
     try:
+        # psutil compares the start time, so a new process with the same pid is not taken for this
+        # one.
         return process.is_running() and process.status() not in (
             psutil.STATUS_ZOMBIE,
             psutil.STATUS_DEAD,

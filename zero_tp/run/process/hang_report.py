@@ -70,8 +70,12 @@ def describe_hang(
         f"{statuses[rank].describe()}{', no heartbeat since then' if rank in silent_ranks else ''}"
         for rank in sorted(statuses)
     ]
+    # Counts and not steps: all ranks set the same marks in the same order, so counts compare also
+    # inside a step.
     least = min(status.count for status in statuses.values())
     fewest_marks = [rank for rank in sorted(statuses) if statuses[rank].count == least]
+    # A silent rank is the reason wherever it was last. Else, of the ranks at the earliest mark,
+    # those that do not wait for others. Else all of them.
     behind = (
         sorted(silent_ranks)
         or [rank for rank in fewest_marks if statuses[rank].waiting is False]
@@ -95,8 +99,9 @@ def describe_hang(
 
 
 def describe_frame(thread: int) -> tuple[str, bool]:
-    """Return the function that a thread runs, with its caller in this library, and whether it
-    waits for other ranks.
+    """Return the function that a thread runs, and whether it waits for other ranks.
+
+    The text also names its caller in this library.
     """
     collects = gc.isenabled()
     # Python 3.11 hangs in a collection that begins while frames are listed (CPython's issue 106883)
@@ -108,7 +113,11 @@ def describe_frame(thread: int) -> tuple[str, bool]:
         return "the end of its thread", False
     name = frame.f_code.co_name
     file = frame.f_code.co_filename
+    # A collective in Python is in torch.distributed or deepspeed.comm; an asynchronous one is
+    # waited for in `wait`.
     waiting = name == "wait" or any(part in file for part in _WAITING)
+    # The innermost frame is often in torch, which says little. The caller in this library says what
+    # the rank is doing.
     for caller, line in traceback.walk_stack(frame):
         path = Path(caller.f_code.co_filename)
         if path.is_relative_to(_LIBRARY):
@@ -119,8 +128,9 @@ def describe_frame(thread: int) -> tuple[str, bool]:
 
 
 def dump_flight_recorder(rank: int) -> list[str]:
-    """Write NCCL's flight recorder to torch's own path, for `torchfrtrace`, and return a line
-    that names the file.
+    """Write NCCL's flight recorder; return a line that names the file.
+
+    The path is torch's own, where `torchfrtrace` looks.
     """
     distributed = sys.modules.get("torch.distributed")
     if (
@@ -129,6 +139,8 @@ def dump_flight_recorder(rank: int) -> list[str]:
         or "nccl" not in distributed.get_backend()
     ):
         return []
+    # By hand, because torch writes it only after its own timeout, which comes later
+    # (`WATCHDOG_MARGIN_SECONDS`). By then this report has ended the job.
     from torch._C._distributed_c10d import _dump_nccl_trace  # type: ignore[attr-defined]
 
     path = Path(

@@ -3,7 +3,12 @@
 A rank refuses to start if its input is wrong (`UserError`). Each rank posts "ready", or its
 refusal. The last rank to be ready, or the first to refuse, writes the outcome, and all ranks wait
 for it. So no rank waits in a process group for one that has refused. The server is that of
-`torch.distributed`: rank 0's, or torchrun's agent's.
+`torch.distributed`: rank 0's, or torchrun's agent's. Three ranks; rank 2 lacks a corpus:
+
+    rank 0    add("ready") → 1             waits for "outcome"
+    rank 1    add("ready") → 2             waits for "outcome"
+    rank 2    add("refused") → 1: prints   compare_set("outcome", "", "rank 2 (node2)")
+    rank 0, 1                              get("outcome") → "rank 2 (node2) refused to start"
 """
 
 from __future__ import annotations
@@ -39,8 +44,9 @@ class JobStore:
         self._store: dist.Store | None = None
 
     def join(self, limit: timedelta = JOIN_LIMIT) -> dist.Store:
-        """Connect to the store. Rank 0 starts its server, which torch's process group will use
-        too.
+        """Connect to the store.
+
+        Rank 0 starts its server, which torch's process group will use too.
         """
         import torch.distributed as dist
 
@@ -51,9 +57,14 @@ class JobStore:
                 int(os.environ["MASTER_PORT"]),
                 is_master=self._rank == 0 and os.environ.get(AGENT_STORE) != "True",
                 timeout=limit,
+                # Else rank 0 would wait here for all ranks, and one that has refused would never
+                # come.
                 wait_for_workers=False,
+                # Lets torch's own rendezvous open the same port again in rank 0's process and get
+                # this server.
                 multi_tenant=True,
             )
+            # A prefix, because the process group writes its own keys into the same server.
             self._store = dist.PrefixStore("zero_tp/start", store)
         return self._store
 
@@ -65,6 +76,7 @@ class JobStore:
             RuntimeError: the limit has passed, or the store cannot be reached.
         """
         store = self.join()
+        # `compare_set` writes only if there is no outcome yet, so a refusal that came first stays.
         if store.add("ready", 1) == self._world:
             store.compare_set("outcome", "", READY.decode())
         store.wait(["outcome"], limit)
@@ -82,9 +94,10 @@ class JobStore:
 
         Returns:
             Whether it is the first to refuse. None without a store: on one machine before `join`,
-                or if it
-            cannot be reached.
+            or if it cannot be reached.
         """
+        # On one machine all ranks make the same checks before they join, and local rank 0 prints.
+        # Joining would load torch, which takes seconds.
         if self._store is None and not (self._is_multi_node and os.environ.get("MASTER_PORT")):
             return None
         try:
@@ -97,13 +110,16 @@ class JobStore:
 
 
 def raise_open_file_limit(world: int) -> None:
-    """Raise this process's limit of open files to what a job of `world` ranks needs, at most to the
-    hard limit.
+    """Raise this process's limit of open files to what a job of `world` ranks needs.
+
+    The hard limit is not raised.
 
     The store has three connections to each rank, and gloo one between any two. The soft limit is
     often 1,024 files.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Three connections of the store and one of gloo a rank, and the usual limit for everything
+    # else.
     wanted = 1024 + 4 * world
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

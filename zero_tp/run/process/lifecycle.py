@@ -11,6 +11,13 @@
 
 Ranks exit by `os._exit`, because destructors can abort or hang while a thread is in a collective.
 The kernel closes their connections, so the other ranks notice at once.
+
+Rank 1 of one machine runs out of memory and is killed in step 17:
+
+    rank 1      SIGKILL; prints nothing
+    rank 0      its all-reduce raises "connection closed by peer"; waits up to 5 s for rank 1's end,
+                prints "error: rank 1 (node1) was killed by SIGKILL; out of memory?", exits with 1
+    launcher    sends SIGTERM to the others: rank 2 sees that rank 1 has ended, so it does not save
 """
 
 from __future__ import annotations
@@ -60,6 +67,8 @@ PEER_SECONDS = 5.0  # limit of the wait for a peer's process to end, after its c
 EXIT_SECONDS = 20.0
 MESSAGE_LIMIT = 600  # characters of an error in its last line; the traceback above has all
 
+# Words of gloo, NCCL, torch's store and the kernel for a connection that the other side has ended.
+# They raise RuntimeError for it, as for everything else, so only the text tells.
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|\bgloo\b|\bnccl\b|remote "
     "process|"
@@ -101,13 +110,17 @@ class _Rank:
         self._verbose = verbose
         self._requests = requests
         self._node = NodeWatch(environment, self._end_with_deepspeed)
+        # Set by the first thread that ends the process. Later signals and the watchdog then leave
+        # it alone.
         self._is_exiting = False
         self._terminated = threading.Event()
 
     def run(self, main: Callable[[], int | None]) -> NoReturn:
+        # Before anything is printed: a file name or a path in a message may have any characters.
         escape_unencodable_output()
         faulthandler.enable()  # prints a traceback if C++ code crashes
         if self._environment.parent is not None:
+            # Before `main`, which may load libraries for a minute, in which the launcher may end.
             die_with(self._environment.parent)
             self._node.start()
         listen(self._act_on_signals)
@@ -123,6 +136,8 @@ class _Rank:
         except KeyboardInterrupt:
             self._interrupt()
         except SystemExit as exit_:
+            # As Python does: `sys.exit(text)` prints the text and means status 1. argparse's errors
+            # are integers.
             if isinstance(exit_.code, int | None):
                 return exit_.code or 0
             write_stderr(error_line(exit_.code, MESSAGE_LIMIT))
@@ -130,6 +145,8 @@ class _Rank:
         except UserError as error:
             return self._refuse(error)
         except OSError as error:
+            # A file that is missing or not readable is wrong input. Other errors of the system are
+            # failures.
             file_error = as_user_error(error)
             return self._fail(error) if file_error is None else self._refuse(file_error)
         except BaseException as error:
@@ -139,7 +156,8 @@ class _Rank:
 
     def _clean_up(self) -> None:
         """Destroy the process groups and call exit functions, which `os._exit` would skip.
-        Bounded in time.
+
+        Bounded in time: a tracker's upload may hang.
         """
         self._is_exiting = True
         self._exit_after(EXIT_SECONDS, 0)
@@ -154,6 +172,7 @@ class _Rank:
     def _refuse(self, error: UserError) -> int:
         """Print wrong input, unless another rank prints it."""
         self._is_exiting = True
+        # Posting the refusal waits for the store, whose machine may not answer.
         self._exit_after(REFUSAL_SECONDS, BAD_INPUT)
         text = error_line(error, MESSAGE_LIMIT)
         if self._environment.is_multi_node:  # one machine may lack a file that the others have
@@ -167,8 +186,9 @@ class _Rank:
         return BAD_INPUT
 
     def _prints_refusal(self) -> bool:
-        """Return whether this rank prints its refusal: with a store the first rank to refuse, else
-        local rank 0.
+        """Return whether this rank prints its refusal.
+
+        With a store the first rank to refuse does, else local rank 0.
 
         Without a store all ranks make the same checks. The other ranks then wait for the SIGTERM
         that the launcher sends after local rank 0's end.
@@ -178,15 +198,21 @@ class _Rank:
             return is_first
         if self._environment.is_local_rank_zero:
             return True
+        # No SIGTERM in time, and nobody has ended: only this rank has found the mistake, so it
+        # prints it.
         return not self._terminated.wait(LAUNCHER_SECONDS) and not self._node.exit_statuses()
 
     def _fail(self, error: BaseException) -> int:
         """Report an error of this rank, unless it only follows from another rank's end."""
         self._is_exiting = True
         self._exit_after(EXIT_SECONDS, FAILED)
+        # An error that may follow from another rank's end is printed only if no rank has ended:
+        # several tracebacks would hide the one that counts.
         lost_peer = _may_be_lost_peer(error)
         if not (lost_peer and self._peer_has_ended()) or self._verbose:
             write_stderr(self._describe(error))
+        # torchrun prints the earliest of these files as the root cause. A rank that lost a peer
+        # must not be it.
         if not lost_peer and "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -208,8 +234,9 @@ class _Rank:
     # --- other ranks of this machine --------------------------------------------------------------
 
     def _peer_has_ended(self) -> bool:
-        """Wait up to PEER_SECONDS for another rank of this machine to end; report it if it was
-        killed.
+        """Wait up to PEER_SECONDS for another rank of this machine to end.
+
+        It is reported if it was killed.
         """
         deadline = time.monotonic() + PEER_SECONDS
         while (
@@ -218,13 +245,16 @@ class _Rank:
             and time.monotonic() < deadline
         ):
             time.sleep(0.05)
+        # Before this rank exits: then it is no longer a survivor, and nobody is left to print it.
         self._node.report_killed(include_unknown=True)
         return bool(self._node.exit_statuses()) or self._terminated.wait(0.2)
 
     def _end_with_deepspeed(self) -> None:
-        """End this rank. Local rank 0 does so first and prints the reason; launch.py then
-        terminates the others.
+        """End this rank, because the `deepspeed` command has ended.
+
+        Local rank 0 does so first and prints the reason; launch.py then terminates the others.
         """
+        # Else all ranks of the machine would print the same reason.
         if not self._environment.is_local_rank_zero:
             time.sleep(LAUNCHER_SECONDS)
         self.end(f"error: the deepspeed command that started {self._environment.name} has ended")
@@ -233,6 +263,7 @@ class _Rank:
 
     def _act_on_signals(self, numbers: set[int]) -> None:
         if signal.SIGTERM in numbers:
+            # In any case: `_prints_refusal` and `_peer_has_ended` wait for it.
             self._terminated.set()
         if self._is_exiting:
             return  # the process exits with its status already, within the limit of a timer
@@ -241,6 +272,7 @@ class _Rank:
         if signal.SIGTERM in numbers:
             if not self._requests.accepted or self._requests.stop or self._node.exit_statuses():
                 self._terminate()
+            # The first SIGTERM in training: the loop saves at the next step and ends.
             self._requests.stop = True
         if signal.SIGUSR1 in numbers and self._requests.accepted:
             self._requests.save = True
@@ -260,8 +292,9 @@ class _Rank:
     # --- exit -------------------------------------------------------------------------------------
 
     def end(self, text: str) -> None:
-        """End this rank from a thread, unless it is exiting. `text` is the reason, "" if another
-        rank prints it.
+        """End this rank from a thread, unless it is exiting.
+
+        `text` is the reason, "" if another rank prints it.
         """
         if not self._is_exiting:
             self._is_exiting = True
@@ -271,6 +304,7 @@ class _Rank:
 
     def _exit_after(self, seconds: float, status: int) -> None:
         timer = threading.Timer(seconds, os._exit, [status])
+        # A thread, because the main thread may be in C code for ever; `os._exit` ends it there.
         timer.daemon = True
         timer.start()
 
@@ -278,13 +312,15 @@ class _Rank:
         with contextlib.suppress(
             OSError, ValueError
         ):  # the pipe is broken, or the stream is closed
+            # `os._exit` flushes nothing.
             sys.stdout.flush()
         os._exit(status)
 
 
 def _may_be_lost_peer(error: BaseException | None) -> bool:
-    """Return whether `error` may come from another rank's end. A false positive delays the
-    report by PEER_SECONDS.
+    """Return whether `error` may come from another rank's end.
+
+    A false positive delays the report by PEER_SECONDS.
     """
     if error is None:
         return False
@@ -293,4 +329,5 @@ def _may_be_lost_peer(error: BaseException | None) -> bool:
     }  # by name, because torch may not be loaded
     by_type = "DistError" in bases or isinstance(error, (ConnectionError, TimeoutError))
     by_text = isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
+    # The error of the connection may be the cause of a library's own exception.
     return by_type or by_text or _may_be_lost_peer(error.__cause__ or error.__context__)

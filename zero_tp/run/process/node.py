@@ -1,5 +1,6 @@
-"""Watch the processes of this machine: end with the launcher, and report other ranks that were
-killed.
+"""Watch the processes of this machine.
+
+A rank ends with its launcher, and reports other ranks that were killed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def die_with(parent: psutil.Process) -> None:
-    """Let the kernel kill this process when its parent ends, even if C code holds the
-    interpreter's lock.
+    """Let the kernel kill this process when its parent ends.
+
+    This works even if C code holds the interpreter's lock.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent.pid:  # it has ended before the call
@@ -33,8 +35,9 @@ def die_with(parent: psutil.Process) -> None:
 
 
 class NodeWatch:
-    """Watch the other ranks of this machine (the launcher's children) and the `deepspeed` command
-    (its parent).
+    """Watch the other ranks of this machine and the `deepspeed` command.
+
+    The ranks are the launcher's children, the command is its parent.
 
     A rank that is killed prints nothing, so the lowest surviving rank of the machine reports it.
 
@@ -52,20 +55,24 @@ class NodeWatch:
         self._error_files: dict[int, Path] = {}
         self._ended: dict[int, int | None] = {}
         self._reported = set[int]()
+        # Several threads report: the node watch, that of the signals, and the main thread of a
+        # failing rank.
         self._reporting = threading.Lock()
 
     def start(self) -> None:
         threading.Thread(target=self._watch, name="node watch", daemon=True).start()
 
     def exit_statuses(self) -> dict[int, int | None]:
-        """Return the exit status of each rank that has ended: -N if signal N killed it, None if
-        unknown.
+        """Return the exit status of each rank that has ended.
+
+        -N if signal N killed it, None if unknown.
 
         Launchers reap a zombie, and with it the exit status, within a second. If that was too fast,
         torchrun's error file of the rank shows that it failed by itself.
         """
         for rank, process in list(self._ranks.items()):
             if rank not in self._ended and not is_alive(process):
+                # Read while it is a zombie. Afterwards nobody but the launcher knows how it ended.
                 status = _exit_status(process)
                 failed = status is None and self._error_files[rank].is_file()
                 self._ended.setdefault(rank, 1 if failed else status)
@@ -84,6 +91,7 @@ class NodeWatch:
         """
         with self._reporting:  # no other thread may exit the process before the line is written
             ended = self.exit_statuses()
+            # One line for the machine, although each of its ranks sees the same.
             is_lowest = all(
                 rank in ended or rank > self._environment.rank for rank in list(self._ranks)
             )
@@ -104,6 +112,8 @@ class NodeWatch:
                     OSError
                 ):  # it has ended, or Linux is older than 5.3: then poll() times out
                     exits.register(os.pidfd_open(process.pid), select.POLLIN)
+            # The poll ends as soon as a rank does, usually before its launcher reaps it. Without
+            # descriptors it is a pause of a second.
             exits.poll(1000 * POLL_SECONDS)
             self.report_killed()
             if self._deepspeed_has_ended():
@@ -125,6 +135,8 @@ class NodeWatch:
                 with contextlib.suppress(
                     psutil.Error, StopIteration
                 ):  # the child has ended, or is not a rank
+                    # A launcher has other children, too. A rank is known by the variables that the
+                    # launcher gave it.
                     variables = process.environ()
                     rank = next(
                         int(variables[name]) for name in RANK if variables.get(name, "").isdecimal()
@@ -156,8 +168,9 @@ def _exit_status(process: psutil.Process) -> int | None:
 
 
 def describe_killed(rank: int, status: int | None) -> str:
-    """Return a message about an ended rank of this machine: `rank 1 (node2) was killed by SIGKILL;
-    out of memory?`.
+    """Return a message about an ended rank of this machine.
+
+    For example `rank 1 (node2) was killed by SIGKILL; out of memory?`.
 
     It is "" for a rank that exited by itself, or that the launcher's SIGTERM or SIGINT ended before
     it handled signals.
@@ -166,6 +179,8 @@ def describe_killed(rank: int, status: int | None) -> str:
         return (
             f"{rank_name(rank)} has ended; if it printed no error, it was killed (out of memory?)"
         )
+    # A rank that exits has printed its own reason. SIGTERM and SIGINT come from the launcher or a
+    # person.
     if status >= 0 or -status in (signal.SIGINT, signal.SIGTERM):
         return ""
     name = signal.Signals(-status).name

@@ -42,12 +42,12 @@ LOGGERS = (
     "huggingface_hub.utils._http",  # every attempt without a network
 )
 
+# Warnings of these modules are hidden; those of a user's own callbacks and of Python are shown.
 LIBRARIES = r"(torch|deepspeed|transformers|accelerate|datasets|huggingface_hub)(\.|$)"
 
 
 def quiet_libraries(verbose: bool) -> None:
-    """Silence DeepSpeed, torch and transformers below level ERROR in this process, unless
-    `verbose`.
+    """Silence DeepSpeed, torch and transformers below level ERROR, unless `verbose`.
 
     Call it before they are imported, because they read some settings at import.
     """
@@ -67,8 +67,9 @@ def quiet_libraries(verbose: bool) -> None:
 
 
 def ignore_deprecated_collectives() -> None:
-    """Silence torch 2.13's warning at every call of all_gather_into_tensor and
-    reduce_scatter_tensor by DeepSpeed.
+    """Silence torch 2.13's warning at each of DeepSpeed's collectives.
+
+    They are all_gather_into_tensor and reduce_scatter_tensor.
     """
     warnings.filterwarnings(
         "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
@@ -81,8 +82,9 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def suppress_output(verbose: bool = False, *, stderr: bool = False) -> Iterator[None]:
-    """Hide what libraries `print` inside the block, unless `verbose`. If the block fails, write it
-    to stderr.
+    """Hide what libraries `print` inside the block, unless `verbose`.
+
+    If the block fails, write it to stderr.
 
     `deepspeed.init_distributed` and `deepspeed.initialize` print instead of logging. After a
     `UserError`, whose message is complete, the output stays hidden.
@@ -101,6 +103,8 @@ def suppress_output(verbose: bool = False, *, stderr: bool = False) -> Iterator[
             contextlib.redirect_stderr(text if stderr else sys.stderr),
         ):
             yield
+    # A UserError says all that a user needs. Any other error may be explained by what was printed
+    # before it.
     except UserError:
         raise
     except BaseException:

@@ -1,10 +1,20 @@
-"""Watchdog: end a rank when its phase makes no progress, or when another rank or the store is
-silent.
+"""Watchdog: end a rank that makes no progress, or if another one is silent.
+
+The store may be silent, too.
 
 Each rank counts its progress marks (`enter`, `mark`). In every round a thread writes the rank's
 status to the job's store. The first rank whose limit passes reads the statuses of all ranks and
 prints them. A rank can die while no other rank waits for it, for example during a checkpoint; its
-silence then ends the job. The watchdog uses no collectives.
+silence then ends the job. The watchdog uses no collectives. Three threads of a rank take part:
+
+    MainThread    enter("step", 17), mark("forward"), mark("backward"), then hangs in a collective
+    watchdog      each round: adds up the time without a mark, asks store_0 to exchange statuses
+    store_0       writes {"count": 52, "phase": "step", "message_number": 60, …}, reads the others'
+
+Rank 1 is stopped with SIGSTOP. With rounds of 5 s and a heartbeat of 60 s, rank 0 sees:
+
+    message_number of rank 1    60  61  61  61  …  61
+    its silent seconds           0   0   5  10  …  60, which ends the job
 """
 
 from __future__ import annotations
@@ -83,24 +93,32 @@ class Watchdog:
         self._rank = rank
         self._world = world
         self._heartbeat = heartbeat
+        # A hang is noticed at most a quarter of its limit late, and six messages have to be missing
+        # before a rank counts as silent.
         fastest = min(
             ROUND_SECONDS, (heartbeat or 60) / 6, *(limit / 4 for limit in self._limits.values())
         )
+        # One store answers all ranks: with 5,000 of them, a round takes 10 s instead of 5.
         self._round_seconds = max(fastest, world / REQUESTS_PER_SECOND)
         self.enter("start")
         self._thread.start()
 
     def connect(self, store: dist.Store) -> None:
-        """Start to write to the job's store. From now on only the watchdog may use this client
-        of it.
+        """Start to write to the job's store.
+
+        From now on only the watchdog may use this client of it.
         """
+        # A client answers one request at a time (`activeOpLock_` of torch's TCPStore). With the
+        # clients of the process groups, a request that waits for a key would block the watchdog.
         self._store = store
         self._exchange(())  # only a rank that has written once can be reported as silent
 
     def leave(self) -> None:
         """Stop watching, because the work is done; a last message tells the other ranks."""
+        # A rank in this phase may stop writing: its silence is no fault.
         self.enter("end")
         self._stopped.set()
+        # Bounded, because the last exchange may find the store gone: rank 0 may have left first.
         self._thread.join(2.0)
 
     def enter(self, phase: str, step: int = 0) -> None:
@@ -115,15 +133,20 @@ class Watchdog:
         self._set(replace(self._status, count=self._status.count + 1, doing=doing))
 
     def _set(self, status: RankStatus) -> None:
+        # One assignment of a new object, so that the thread never reads half of a change, and sees
+        # by its identity that there was one.
         self._status = status
         self._mark_time = time.monotonic()
 
     # --- the thread -------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """In every round, exchange statuses and check the limits. Rank 0 checks all other ranks;
-        they check rank 0.
+        """In every round, exchange statuses and check the limits.
+
+        Rank 0 checks all other ranks; they check rank 0.
         """
+        # Rank 0 reads N statuses and each other rank one, so the store's work grows with N. If each
+        # rank read all others, it would grow with N².
         others = [rank for rank in range(self._world) if (rank == 0) != (self._rank == 0)]
         before = dict[int, RankStatus]()
         silent_seconds = dict.fromkeys(others, 0.0)
@@ -142,6 +165,8 @@ class Watchdog:
             idle = 0.0 if has_progressed else idle + passed
             statuses = self._exchange(others)
             unanswered = unanswered + passed if statuses is None else 0.0
+            # Only whether a message is new counts. Times of other machines are not compared,
+            # because their clocks may differ.
             for rank, status in (statuses or {}).items():
                 is_repeated = (
                     rank in before
@@ -170,14 +195,19 @@ class Watchdog:
         self._exchange(())
 
     def _end(self, text: str) -> None:
+        # A rank that has left in the meantime has done its work.
         if self.on_end is not None and not self._stopped.is_set():
             self.on_end(text)
 
     def _describe_hang(self, limit: float) -> str:
-        """Return the report of all ranks, or "" if another rank's limit has passed before and
-        that rank reports.
+        """Return the report of all ranks.
+
+        "" if another rank's limit has passed before: that rank reports.
         """
+        # First, and on every rank whose limit passes: the report may end the job before another one
+        # has written.
         recorder = dump_flight_recorder(self._rank)
+        # The store adds atomically, so exactly one rank gets 1.
         order = None if self._store is None else self._ask(partial(self._store.add, "hangs", 1))
         is_first = order in (None, 1)
         ranks: Sequence[int] = range(self._world) if is_first else ()
@@ -185,6 +215,9 @@ class Watchdog:
         statuses = dict[int, RankStatus]()
         if order is not None:  # without a store this rank reports its own status
             before = self._exchange(ranks) or {}
+            # The first one waits for frames: a rank adds its frame only after half of its limit.
+            # The others go on writing until the first one must have read them, and then end
+            # silently.
             for _ in range(
                 REPORT_ROUNDS + (0 if is_first else math.ceil(ANSWER_SECONDS / self._round_seconds))
             ):
@@ -197,6 +230,7 @@ class Watchdog:
             for rank in before
             if rank in statuses and before[rank].message_number == statuses[rank].message_number
         }
+        # Ranks that have never written, or whose message has not changed in these rounds.
         silent_ranks = (set(range(self._world)) - statuses.keys() | repeated) - {self._rank}
         own = self._current_status()
         hang = describe_hang({**statuses, self._rank: own}, silent_ranks, self._world, own, limit)
@@ -234,20 +268,24 @@ class Watchdog:
     # --- the job's store --------------------------------------------------------------------------
 
     def _exchange(self, ranks: Sequence[int]) -> dict[int, RankStatus] | None:
-        """Write this rank's status and return those of `ranks`; None if the store does not
-        answer.
+        """Write this rank's status and return those of `ranks`.
+
+        None: the store does not answer.
         """
         return {} if self._store is None else self._ask(partial(self._write_and_read, ranks))
 
     def _write_and_read(self, ranks: Sequence[int]) -> dict[int, RankStatus]:
+        # One key a rank, written again each round: the store does not grow.
         self._store.set(str(self._rank), json.dumps(asdict(self._current_status())))
         self._messages += 1
         return self._read(ranks)
 
     def _read(self, ranks: Sequence[int]) -> dict[int, RankStatus]:
-        """Return the statuses of those ranks that have written one. If one has not, each rank
-        costs a request more.
+        """Return the statuses of those ranks that have written one.
+
+        If one has not, each rank costs a request more.
         """
+        # `multi_get` waits for keys that are missing, so ask for them before.
         if not self._store.check([str(rank) for rank in ranks]):
             ranks = [rank for rank in ranks if self._store.check([str(rank)])]
         values = self._store.multi_get([str(rank) for rank in ranks]) if ranks else []
@@ -256,10 +294,13 @@ class Watchdog:
         }
 
     def _ask(self, request: Callable[[], Any]) -> Any:
-        """Return the store's answer to `request`; None if the store is gone or does not answer
-        in time.
+        """Return the store's answer to `request`.
+
+        None: it is gone or does not answer in time.
         """
         try:
+            # The request itself cannot be ended. Its thread may hang for ever, and the watchdog
+            # goes on without an answer.
             return self._requests.submit(request).result(ANSWER_SECONDS)
         except (RuntimeError, TimeoutError):
             return None
