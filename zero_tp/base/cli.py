@@ -97,10 +97,12 @@ def _refuse(error: UserError) -> int:
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    # As an exception, so that `finally` blocks remove what the command was writing.
     sys.exit(TERMINATED)
 
 
 def _stdout_reader_gone() -> bool:
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
+    # A pipe without a reader has POLLERR (poll(2)).
     return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -37,7 +37,11 @@ class UserError(ValueError):
     """
 
     def __reduce__(self) -> Any:
-        """Pickle as a plain `UserError` with the same message, for other ranks."""
+        """Pickle as a plain `UserError` with the same message, for other ranks.
+
+        By default an exception is made again from its `args`, one message here, which the
+        constructors of subclasses do not take.
+        """
         return UserError, (str(self),)
 
 
@@ -103,6 +107,7 @@ def write_stderr(text: str) -> None:
     if not text:
         return
     try:
+        # Carriage return and erase: a progress bar leaves the cursor at the end of its line.
         clear = "\r\x1b[K" if sys.stderr.isatty() else ""
         sys.stderr.write(f"{clear}{text}\n")
         sys.stderr.flush()
@@ -156,6 +161,8 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
     by_spelling: dict[str, str] = {}
     for name in names:
         by_spelling.setdefault(name.lower(), name)
+    # The last part is compared in a second pass, so that a key of this block wins against one of
+    # another block.
     for name in names:
         by_spelling.setdefault(name.rsplit(".", 1)[-1].lower(), name)
     near = (
@@ -180,6 +187,7 @@ def shown(value: object) -> str:
     A value of YAML that JSON can't represent is shown as its kind (`an object`).
     """
     try:
+        # As JSON, because that is what the user has written: true, and not True.
         text = visible(json.dumps(value, ensure_ascii=False, default=str))
     except (
         TypeError,

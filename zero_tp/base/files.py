@@ -47,6 +47,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
+    # In the same directory, because a rename is atomic only within one file system.
     temporary = path.with_name(path.name + ".new")
     try:
         with temporary.open("wb") as stream:
@@ -54,6 +55,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
                 content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
             )
             stream.flush()
+            # Before the rename: after a crash the new name could otherwise have an empty file.
             os.fsync(stream.fileno())
         os.replace(temporary, path)
     finally:
@@ -145,6 +147,7 @@ def lock(file: IO[Any] | int, kind: int) -> bool:
         BlockingIOError: another process has the lock.
     """
     try:
+        # The kernel releases this lock when its process ends, also when it is killed.
         fcntl.flock(file, kind)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
@@ -219,16 +222,26 @@ def put_in_place(
         is_replaced = is_stale(file.name) or (written / file.name).exists()
         if not is_replaced and (file.is_symlink() or not file.is_dir()):
             try:
+                # A hard link takes neither time nor space, and the old output keeps its file until
+                # it is removed.
                 os.link(file, written / file.name, follow_symlinks=False)
             except OSError:  # a file system without hard links
                 shutil.copy2(file, written / file.name, follow_symlinks=False)
+    # The content first and the names last: after a crash the output is the old one or the new one.
     sync(written)
     replace_directory(written, output)
     sync(output.absolute().parent, below=False)
 
 
 def replace_directory(written: Path, output: Path) -> None:
-    """Replace a directory by two renames. In between, the old one is `.NAME.replaced`."""
+    """Replace a directory by two renames. In between, the old one is `.NAME.replaced`.
+
+        before          .out.partial (new)     out (old)
+        first rename    .out.partial (new)                  .out.replaced (old)
+        second rename                          out (new)    .out.replaced (old)
+
+    A kill in between loses nothing: `_finish_replacing` puts the old one back, or removes it.
+    """
     if output.exists():
         os.replace(output, hidden_sibling(output, "replaced"))
     os.replace(written, output)
@@ -287,6 +300,7 @@ def wait_until_visible(is_visible: Callable[[], bool], directory: Path) -> bool:
     """
     deadline = time.monotonic() + (0 if is_local(directory) else NFS_VIEW_SECONDS + 5)
     while not (visible := is_visible()) and time.monotonic() < deadline:
+        # A network file system reports no changes, so it is asked again.
         time.sleep(0.5)
     return visible
 
@@ -324,4 +338,5 @@ def read_regular(path: Path) -> bytes:
             raise OSError(
                 errno.EFBIG, f"{size:,} bytes, at most {MAX_FILE_BYTES:,} are read", str(path)
             )
+        # Bounded once more, because another process may write to the file after its size was read.
         return file.read(MAX_FILE_BYTES)

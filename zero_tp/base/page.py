@@ -94,6 +94,7 @@ def values_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
 def thinned(rows: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
     """Return every n-th row, the last one included, at most `TABLE_ROWS` in all."""
     step = max(1, -(-len(rows) // TABLE_ROWS))
+    # Counted from the end, so that the last row, a run's newest values, is always there.
     return rows[::-step][::-1]
 
 
@@ -115,6 +116,7 @@ def svg(figure: Any) -> str:
     """Return the figure as HTML: black becomes the page's text colour, light or dark."""
     stream = io.StringIO()
     figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    # From the element on: the XML declaration before it is not valid inside HTML.
     text = stream.getvalue()
     element = text[text.index("<svg") :].replace("#000000", "currentColor")
     return f"<figure>{element}</figure>"

@@ -206,6 +206,7 @@ def safetensors_metadata(path: Path) -> dict[str, str]:
         path = path.parent / min(_weight_map(path).values())
     try:
         with open_regular(path) as file:
+            # A safetensors file begins with its header's length, 8 bytes, and the header, JSON.
             size = int.from_bytes(file.read(8), "little")
             header = parse_object(file.read(size)) if size <= _LARGEST_HEADER else {}
     except (OSError, InvalidJson):
@@ -223,6 +224,7 @@ def find_weights(directory: Path, allow_pickle: bool = False) -> Path:
             f"{directory}: {ADAPTER} makes it an adapter of another model; merge the two, and give "
             "the whole model"
         )
+    # safetensors first: a directory may have both, and only pickles can carry code.
     for single, index in ((SINGLE, INDEX), (PICKLED, PICKLED_INDEX)):
         present = [directory / name for name in (index, single) if is_regular(directory / name)]
         if not present:
@@ -293,6 +295,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: not an index with a weight_map")
     for name in weight_map.values():
+        # An index comes with a download: a name such as `../file` could read another file of the
+        # user.
         if not isinstance(name, str) or not name or Path(name).name != name or "\0" in name:
             raise UserError(f"{index}: {shown(name)} is not the name of a file beside it")
     return weight_map

@@ -92,6 +92,7 @@ class TrainingEngine:
             raise UserError(
                 "TrainingEngine takes checked settings; for a dict use TrainingEngine.from_dict"
             )
+        # Before the model is built, so that a missing directory or header costs seconds.
         check_nvme(settings.zero_optimization.nvme_paths)
         self.zero = zero_engine(settings, topology)
         self.dtype: torch.dtype = getattr(torch, DTYPES[settings.dtype])
@@ -103,6 +104,8 @@ class TrainingEngine:
             self.model = model(
                 config, topology, seed=seed, source=source, dtype=self.dtype, device=self.device
             )
+        # A parameter without a layout ends the start here. Later only the norm of gradients or
+        # drifting replicas would show it.
         audit(self.model, topology, local_shape)
         policy = recompute or RecomputePolicy(mode="none")
         checkpointing = settings.activation_checkpointing
@@ -113,6 +116,8 @@ class TrainingEngine:
         assert settings.optimizer is not None, "only a Trainer's settings have none"
         decay = settings.optimizer.params.weight_decay
         self.zero.initialize(self.model, parameter_groups(self.model, decay))
+        # DeepSpeed broadcasts weights over DP only: that TP ranks begin with the same replicas
+        # follows from the seeds and files alone.
         guards.check_replicas(self.model, topology)
         self.deepspeed_engine = self.zero.deepspeed_engine
         self._loss = torch.tensor(float("nan"))
@@ -245,11 +250,14 @@ class TrainingEngine:
                 "DeepSpeed would update in the middle of a global batch; give as many"
             )
         divisors = self._mean_label_counts(batches)
+        # First, while there are no gradients of this step that the repetition could disturb.
         if guarded is not None and guard_gradients:
             self._check_reproducible(batches[0], divisors, guarded)
         self._accumulate(batches, divisors, guarded)
         guards.check_hooks(self.model)
         if guarded is not None:
+            # Before the update, which would overwrite a damaged copy of a weight after its
+            # gradients have entered the step.
             guards.check_duplicates(self.zero, guarded)
         self._update()
 
@@ -281,6 +289,8 @@ class TrainingEngine:
         """
         self.deepspeed_engine.train()
         names = self.model.metric_names
+        # On the device and in fp64: a step of many micro-batches does not round its loss, and the
+        # host does not wait for it.
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         figures = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
@@ -356,6 +366,7 @@ class TrainingEngine:
         One all-reduce over DP of the numbers of labels, and of labelled rows; the host does not
         wait for them.
         """
+        # In integers: fp32 counts tokens exactly only up to 2^24.
         counts = torch.zeros(2, dtype=torch.int64, device=self.device)
         for batch in batches:
             for kind, labels in enumerate(
@@ -381,6 +392,8 @@ class TrainingEngine:
             UserError: no label to score in any batch.
         """
         self.deepspeed_engine.eval()
+        # Sums and counts, and not means: batches and ranks have different numbers of labels. In
+        # fp64, because a validation adds up many tokens.
         sums = torch.zeros(2, 1, dtype=torch.float64, device=self.device)
         names = ["loss"]
         for batch in self._as_batches(batches):
@@ -405,6 +418,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     """Group the parameters for the optimizer: weight decay skips biases and norms, which have
     one dimension.
     """
+    # By the whole shape, because under ZeRO-3 the parameter itself is an empty tensor of one
+    # dimension.
     flat = [parameter for parameter in model.parameters() if len(whole_shape(parameter)) < 2]
     matrices = [parameter for parameter in model.parameters() if len(whole_shape(parameter)) >= 2]
     groups = [

@@ -20,6 +20,7 @@ expire at once.
 
 
 def _as_weights(value: Any) -> Any:
+    # One corpus is a mixture of one.
     return {value: 1.0} if isinstance(value, str) else value
 
 

@@ -52,7 +52,12 @@ def set_schedule(schedule: Any, updates: int, *, native_start: bool = False) -> 
     value at k.
 
     DeepSpeed starts its schedules at iteration -1 and advances them after each step: the first two
-    steps of a warm-up from 0 have no effect.
+    steps of a warm-up from 0 have no effect. WarmupLR, linear, to 1 in 4 steps:
+
+        step                    1      2      3      4      5
+        DeepSpeed's iteration   -1     0      1      2      3
+        DeepSpeed's rate        0      0      1/4    2/4    3/4
+        the rate here           1/4    2/4    3/4    1      1
 
     Args:
         updates: number of steps that have updated the weights.
@@ -71,6 +76,7 @@ def set_schedule(schedule: Any, updates: int, *, native_start: bool = False) -> 
         )
         schedule.step()
     else:
+        # Both give the next step, number updates + 1, the schedule's value at updates + 1.
         schedule.step(updates if isinstance(schedule, ONE_STEP_AHEAD) else updates + 1)
 
 

@@ -54,6 +54,7 @@ def builder_name(settings: DeepSpeedSettings) -> str | None:
     if optimizer is None or isinstance(optimizer.params, SGD) or optimizer.uses_torch_adam:
         return None
     offloaded = settings.zero_optimization.optimizer_device != "none"
+    # DeepSpeed takes FusedAdam wherever `torch_adam` is not set, on a CPU too.
     return "CPUAdamBuilder" if offloaded else FUSED_ADAM
 
 
@@ -77,6 +78,7 @@ def compilation_note(settings: DeepSpeedSettings, accelerator: Any) -> str | Non
     kind = settings.optimizer.type
     from deepspeed.git_version_info import installed_ops
 
+    # Installed with DeepSpeed (DS_BUILD_OPS): nothing is compiled at run time.
     if installed_ops.get(builder.name):
         return None
     if missing := _missing_compiler(
