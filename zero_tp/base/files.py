@@ -157,8 +157,9 @@ def lock(file: IO[Any] | int, kind: int) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link (not its target) or a directory with all below it, if there is one
-    of this name.
+    """Remove a file, a link or a directory with all below it; nothing of this name is no error.
+
+    Of a link only the link goes, and its target stays.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -187,8 +188,10 @@ def check_replaceable(output: Path, own: Collection[str] = ()) -> None:
 
 
 def _check_replaceable(output: Path, partial: Path) -> None:
-    """Ask for a rename that must fail, because directories are not renamed to one with a file:
-    the error says why.
+    """Check that `output` could be replaced, by a rename that has to fail.
+
+    A directory cannot be renamed to one that has a file. If the system has another objection, such
+    as a mount point, its error is that one.
     """
     (partial / "file").touch()
     try:
@@ -248,8 +251,9 @@ def replace_directory(written: Path, output: Path) -> None:
 
 
 def _finish_replacing(output: Path, own: Collection[str]) -> None:
-    """Put a replaced directory back if there is no new one; else move the user's own directories to
-    the new one.
+    """Put a replaced directory back if there is no new one.
+
+    If there is one, the user's own directories are moved to it, and the rest is removed.
 
     Two processes may do this at once: after its rename, a partial directory no longer locks its
     output.

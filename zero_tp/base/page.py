@@ -1,6 +1,6 @@
-"""Draw figures, and write them into one HTML page that loads nothing from a network, with PNG files
-next to it.
+"""Draw figures, and write them into an HTML page and PNG files next to it.
 
+The page loads nothing from a network.
 Reports of runs, plans, profiles and corpora use it. Tables for a terminal are laid out here too.
 """
 
@@ -99,8 +99,9 @@ def thinned(rows: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
 
 
 def text_table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Return the lines of a table for a terminal; the columns of `left` are flush left, the
-    others flush right.
+    """Return the lines of a table for a terminal.
+
+    The columns of `left` are flush left, the others flush right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

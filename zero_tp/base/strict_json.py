@@ -53,7 +53,7 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Python's json would keep the last value of a repeated key without a word.
+    # Python's json would keep the last value of a repeated key silently.
     unique = dict(pairs)
     if len(unique) < len(pairs):
         duplicate = next(

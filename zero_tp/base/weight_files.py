@@ -250,8 +250,10 @@ def find_weights(directory: Path, allow_pickle: bool = False) -> Path:
 
 
 def is_regular(path: Path) -> bool:
-    """Return whether this is a regular file, False if nothing is there; a UserError for a pipe,
-    a directory, …
+    """Return whether this is a regular file; False if nothing is there.
+
+    Raises:
+        UserError: a pipe, a directory or another kind of file is there.
     """
     try:
         if path.is_file() or not os.path.lexists(path):

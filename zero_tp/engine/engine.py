@@ -92,7 +92,7 @@ class TrainingEngine:
             raise UserError(
                 "TrainingEngine takes checked settings; for a dict use TrainingEngine.from_dict"
             )
-        # Before the model is built, so that a missing directory or header costs seconds.
+        # Before the model is built, which can take minutes for a large one.
         check_nvme(settings.zero_optimization.nvme_paths)
         self.zero = zero_engine(settings, topology)
         self.dtype: torch.dtype = getattr(torch, DTYPES[settings.dtype])
@@ -250,7 +250,6 @@ class TrainingEngine:
                 "DeepSpeed would update in the middle of a global batch; give as many"
             )
         divisors = self._mean_label_counts(batches)
-        # First, while there are no gradients of this step that the repetition could disturb.
         if guarded is not None and guard_gradients:
             self._check_reproducible(batches[0], divisors, guarded)
         self._accumulate(batches, divisors, guarded)
@@ -382,8 +381,10 @@ class TrainingEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[AnyBatch | tuple[Tensor, Tensor]]) -> dict[str, float]:
-        """Return the "loss" and the model's other figures, each a mean over the labels or rows of
-        all DP ranks.
+        """Return the "loss" and the model's other figures.
+
+        Each is a mean over the labels or rows of all DP ranks. All-reduce over DP, and the host
+        waits for it.
 
         Args:
             batches: as `train_step` takes them; each rank has the same number of them.

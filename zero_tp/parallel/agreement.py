@@ -41,8 +41,8 @@ def require_same_on_all_ranks(values: Mapping[str, str]) -> None:
     Raises:
         UserError: on every rank, naming the ranks and their hosts.
     """
-    # Sorted keys: ranks may have read the same values in another order.
     own = dict(values)
+    # Sorted keys: ranks may have read the same values in another order.
     if (
         len(
             set(
@@ -118,8 +118,9 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return a number of 63 bits that depends on each tensor's name, dtype, shape and bytes,
-    int64 on their device.
+    """Return a checksum of the tensors' names, dtypes, shapes and bytes.
+
+    It is a number of 63 bits, an int64 tensor [0-d] on their device, so the host waits for nothing.
     """
     signature = repr(
         [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]

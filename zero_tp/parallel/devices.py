@@ -324,8 +324,9 @@ NAMES = (*(name for row in DEVICES for name in row.memory_gib), "cpu")
 
 
 def named_device(name: str, ranks: int = 1) -> Device:
-    """Return a device by its name, ignoring case; "h100" is enough if the table has one size
-    ("v100": 32 GB).
+    """Return a device by its name, ignoring case.
+
+    "h100" is enough if the table has one size; "v100" is the one with 32 GB.
 
     Args:
         name: one of NAMES, or the path of a .json file that describes a device.
@@ -392,8 +393,9 @@ def _cpu_device(ranks: int) -> Device:
 
 
 def find_device_spec(name: str) -> DeviceSpec | None:
-    """Return the table's row for a device name of torch; None for an unknown device and for a
-    MIG slice.
+    """Return the table's row for a device name of torch.
+
+    None for an unknown device, and for a MIG slice, which has a part of its device's rates.
     """
     if re.search(r"\bMIG\b", name):
         return None

@@ -137,9 +137,9 @@ def _probe(tensor: Tensor) -> Tensor:
     return tensor + tensor
 
 
+CHUNKED = ElementwiseOps()
 # Forward and backward of an RMS norm in bf16 move 14 bytes an element compiled, 138 operation by
 # operation (benchmarks/tried.md).
-CHUNKED = ElementwiseOps()
 COMPILED = CompiledOps()
 
 

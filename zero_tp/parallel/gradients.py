@@ -35,9 +35,9 @@ class GradientSum:
 
     def start(self, *gradients: Tensor, async_op: bool = True) -> Pending:
         """Start one all-reduce for n gradients of the same shape. n × [*] → [n, *]."""
+        self.fired += 1
         # One message for a layer's weight and bias. Stacking also copies: a hook must not change
         # the gradient that it is given.
-        self.fired += 1
         return start_all_reduce(torch.stack(gradients), self.group, async_op=async_op)
 
 

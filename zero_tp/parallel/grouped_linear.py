@@ -1,6 +1,6 @@
-"""Linear layers of E groups, such as experts: rows are sorted by group, and each is multiplied by
-its group's matrix.
+"""Linear layers of E groups, such as experts.
 
+Rows are sorted by group, and each is multiplied by its group's matrix.
 n tokens, each copied to k groups; the rows are these copies, sorted by group. i, o: features of
 this rank's shard.
 

@@ -20,9 +20,9 @@ from zero_tp.parallel.topology import Topology
 
 @dataclass(frozen=True)
 class Sharded:
-    """Split along `dim`; `parts` are the whole sizes of fused pieces (Q, K, V; gate, up), each
-    split by itself.
+    """Split along `dim`, each of the `parts` by itself.
 
+    `parts` are the whole sizes of fused pieces: Q, K and V, or gate and up.
     With parts (4, 2, 2), heads of Q, K and V, TP 2 gives each rank a half of every part:
 
         rank 0    q0 q1 k0 v0      one cut through the middle would give it q0 q1 q2 q3,
@@ -118,7 +118,7 @@ Layout = Sharded | Replicated
 
 def split_vocabulary(size: int) -> Sharded:
     """Return the layout of a weight with one row per token."""
-    # Padded, because sizes such as GPT-2's 50,257 tokens divide by no power of 2.
+    # Padded, because a vocabulary need not divide: GPT-2's 50,257 tokens are an odd number.
     return Sharded(0, (size,), padded=True)
 
 
@@ -195,7 +195,7 @@ def audit(
         layout = layout_of(parameter, f"parameter {name}")
         init_name = getattr(parameter, "init_name", None)
         # The maker's name seeds the initial values and finds them in files; checkpoints use the
-        # module's. If they differed, a resumed or reshaped run would read another parameter.
+        # module's. The two have to agree.
         if init_name != name:
             raise ValueError(f"parameter {name}: it was initialised as {init_name}")
         expected = layout.local_shape(whole_shape(parameter), topology.tensor)

@@ -122,9 +122,9 @@ def _all_gather_matmul(
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """Compute Y_j = X W_jᵀ + b_j for one or several weights; collectives of X and its gradient
-    overlap with GEMMs.
+    """Compute Y_j = X W_jᵀ + b_j for one or several weights.
 
+    Collectives of X and its gradient overlap with GEMMs (the module's table).
     Under SP only the input shard X_i is saved for backward, which gathers the whole input again.
     `rows` are the used rows of each weight (None: all); the gradient of the others is zero. With 8
     query heads, 2 KV heads and TP 4, every rank has the whole K, and uses the rows of one head:
@@ -218,7 +218,9 @@ def _pad_rows(gradient: Tensor, rows: slice | None, total: int) -> Tensor:
 
 
 class _RowParallel(torch.autograd.Function):
-    """Compute f̄(X Wᵀ) + b, [s, b, i/t] → [s, b, o], or under SP ḡ(X Wᵀ) + b → [s/t, b, o].
+    """Compute f̄(X Wᵀ) + b, or under SP ḡ(X Wᵀ) + b.
+
+    [s, b, i/t] → [s, b, o], or [s/t, b, o] under SP.
 
     X is saved as it is. `F.linear` would save a contiguous copy of a strided X, such as the output
     of fused attention: 2sbh/t more bytes.

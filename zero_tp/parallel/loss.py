@@ -69,7 +69,10 @@ def block_positions(sequence: int, batch: int, rows: int, columns: int, dtype: t
 
 
 def nonzero_divisor(divisor: Tensor | float) -> Tensor | float:
-    """Return the divisor of a sum of losses, with 1 instead of 0: the mean over no label is 0."""
+    """Return the divisor of a sum of losses, with 1 instead of 0.
+
+    So the mean over no label is 0.
+    """
     return divisor.masked_fill(divisor == 0, 1) if isinstance(divisor, Tensor) else divisor or 1
 
 
@@ -81,8 +84,9 @@ def accumulates_in_fp32(sequence: int, positions: int, dtype: torch.dtype) -> bo
 
 
 def shard_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, valid: int) -> Tensor:
-    """Return the logits in fp32, [n, h] × [v/t, h] → [n, v/t]; padded rows (from `valid` on) get
-    no probability.
+    """Return the logits in fp32. [n, h] × [v/t, h] → [n, v/t].
+
+    Padded rows of the weight, from `valid` on, get no probability.
     """
     return _mask_padding_(F.linear(hidden, weight, bias).float(), valid)
 
@@ -277,8 +281,9 @@ def _scaled(tensor: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor 
 
 
 def _divisor(divisor: Tensor | float | None, counted: Tensor, hidden: Tensor) -> Tensor:
-    """Return the number that the sum of the losses is divided by, fp32 on the device; by default
-    the counted labels.
+    """Return the number that the sum of the losses is divided by, fp32 [0-d] on the device.
+
+    By default it is the number of counted labels.
     """
     divisor = counted.sum() if divisor is None else nonzero_divisor(divisor)
     if not isinstance(divisor, Tensor):

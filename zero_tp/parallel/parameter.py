@@ -119,8 +119,7 @@ class SeededInit:
 
 @dataclass(frozen=True)
 class ShardedSeededInit(SeededInit):
-    """Draw each block of the same weights on one rank of a group; gather all blocks on the group's
-    first rank.
+    """Draw each block of the same weights on one rank of a group, and gather them on its first one.
 
     Only the group's first rank has all values; broadcast them before use. All ranks of the group
     must make the same shards in the same order. Of 5 blocks, 2 ranks draw 3 and 2:

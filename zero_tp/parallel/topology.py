@@ -27,8 +27,9 @@ MAX_NAMED = 4
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks in words: `rank 3`, `ranks 0 and 2`, or, of many, `ranks 0, 1, 2 and 509
-    more`.
+    """Return ranks in words.
+
+    As in `rank 3`, `ranks 0 and 2`, or, of many, `ranks 0, 1, 2 and 509 more`.
     """
     words = [str(rank) for rank in ranks]
     if len(words) == 1:

@@ -20,7 +20,6 @@ expire at once.
 
 
 def _as_weights(value: Any) -> Any:
-    # One corpus is a mixture of one.
     return {value: 1.0} if isinstance(value, str) else value
 
 

@@ -48,9 +48,9 @@ def _hold_last_rate(rate: Callable[[int], float], last: int, step: int) -> float
 
 
 def set_schedule(schedule: Any, updates: int, *, native_start: bool = False) -> None:
-    """Set a schedule and the learning rates for the next step: the k-th update gets the schedule's
-    value at k.
+    """Set a schedule and the learning rates for the next step.
 
+    The k-th update gets the schedule's value at k.
     DeepSpeed starts its schedules at iteration -1 and advances them after each step: the first two
     steps of a warm-up from 0 have no effect. WarmupLR, linear, to 1 in 4 steps:
 

@@ -59,8 +59,9 @@ def builder_name(settings: DeepSpeedSettings) -> str | None:
 
 
 def compilation_note(settings: DeepSpeedSettings, accelerator: Any) -> str | None:
-    """Return a log line about the op that DeepSpeed will compile for a run; None if it is built
-    already or not needed.
+    """Return a log line about the op that DeepSpeed will compile for a run.
+
+    None if it is built already or not needed.
 
     DeepSpeed's own optimizers, such as CPU Adam for offloaded states, are built when a machine
     first needs them, which takes g++ more than two minutes.

@@ -69,8 +69,7 @@ class StepVeto:
 
 
 def detect_spike(settings: Spike, recent: list[list[float]], loss: float, norm: float) -> str:
-    """Add a step's finite loss and norm to `recent`, and return why the step is a spike; "" if it
-    is none.
+    """Return why a step is a spike, or "" if it is none; add its finite loss and norm to `recent`.
 
     Nothing is a spike until the window is half full.
 

@@ -1,5 +1,6 @@
-"""A reduce-scatter over gloo as an all-to-all and local sums: 0.8 ms where gloo's own takes 2.8
-ms (2 MiB, 2 ranks).
+"""A reduce-scatter over gloo as an all-to-all and local sums.
+
+It takes 0.8 ms where gloo's own takes 2.8 ms (2 MiB, 2 ranks).
 """
 
 from __future__ import annotations
