@@ -81,9 +81,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
             status = _refuse(user_error)
         else:
             raise  # another pipe or socket: a bug
-        if (
-            error.filename is None
-        ):  # stdout is broken or full; the interpreter flushes it again at exit
+        # Stdout is broken or full, and the interpreter flushes it again at exit.
+        if error.filename is None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

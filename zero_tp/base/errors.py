@@ -189,10 +189,7 @@ def shown(value: object) -> str:
     try:
         # As JSON, because that is what the user has written: true, and not True.
         text = visible(json.dumps(value, ensure_ascii=False, default=str))
-    except (
-        TypeError,
-        ValueError,
-        RecursionError,
-    ):  # a date as a key, a list in itself, an integer of 5,000 digits
+    # A date as a key, a list in itself, or an integer of 5,000 digits.
+    except (TypeError, ValueError, RecursionError):
         return json_kind(type(value).__name__)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -131,9 +131,8 @@ def _unknown_keys(model: type[BaseModel], raw: dict[str, Any], path: str) -> Ite
     for key, value in raw.items():
         where = f"{path}.{key}" if path else key
         if key not in fields:
-            near = difflib.get_close_matches(
-                key, fields, n=1, cutoff=0.8
-            )  # this block's names precede nested ones
+            # This block's names precede those of nested blocks.
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.8)
             yield ConfigError(where, "unknown key", did_you_mean(key, near or nested_names(model)))
         elif (inner := nested_model(fields[key].annotation)) is not None and isinstance(
             value, dict

@@ -123,9 +123,8 @@ def is_cached(name: str, *, weights: bool) -> bool:
     the network.
     """
     try:
-        directory = resolve(
-            name, weights=weights, local_files_only=True
-        )  # it exists once any file was fetched
+        # A directory exists once any file was fetched.
+        directory = resolve(name, weights=weights, local_files_only=True)
     except ConfigError:
         return False
     if not weights:

@@ -92,7 +92,7 @@ class TrainingEngine:
             raise UserError(
                 "TrainingEngine takes checked settings; for a dict use TrainingEngine.from_dict"
             )
-        # Before the model is built, which can take minutes for a large one.
+        # Before the model is built: a missing directory or header is found at once.
         check_nvme(settings.zero_optimization.nvme_paths)
         self.zero = zero_engine(settings, topology)
         self.dtype: torch.dtype = getattr(torch, DTYPES[settings.dtype])
@@ -115,6 +115,8 @@ class TrainingEngine:
             compile_elementwise(self.model, self.device)
         assert settings.optimizer is not None, "only a Trainer's settings have none"
         decay = settings.optimizer.params.weight_decay
+        # After everything that changes modules or hooks: DeepSpeed's optimizers copy the weights
+        # into masters, and ZeRO-2 and -3 hook each parameter here.
         self.zero.initialize(self.model, parameter_groups(self.model, decay))
         # DeepSpeed broadcasts weights over DP only: that TP ranks begin with the same replicas
         # follows from the seeds and files alone.
@@ -300,6 +302,7 @@ class TrainingEngine:
                 if guarding
                 else nullcontext()
             ):
+                # Through DeepSpeed's engine: ZeRO-3 gathers parameters in hooks of its forward.
                 output = self._forward(self.deepspeed_engine, batch, **divisors)
             self._backward(output.loss)
             total += output.loss.detach()
@@ -330,6 +333,8 @@ class TrainingEngine:
         """Return the mean over micro-batches and replicas. All-reduce over DP."""
         group = self.topology.data_group
         replicas = self.topology.data
+        # A forward has divided by the mean number of labels, so the plain mean is the mean over all
+        # labels (`_mean_label_counts`).
         return all_reduce(total / micro_batches, group) / replicas
 
     def _enter(self, phase: str) -> None:
@@ -341,9 +346,8 @@ class TrainingEngine:
     ) -> None:
         """Run a micro-batch twice, outside DeepSpeed's engine, which would reduce its gradients."""
         self.model.train()
-        self.activations.begin_micro_batch(
-            -1
-        )  # keeps everything: recomputation needs a whole backward
+        # -1 keeps everything, because recomputation needs a whole backward.
+        self.activations.begin_micro_batch(-1)
         scale = self.zero.loss_scale.value if self.zero.loss_scale is not None else 1.0
 
         def run() -> Tensor:

@@ -87,6 +87,7 @@ def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
         local = tensor.float().flatten()
         extremes = torch.stack((local, -local))
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=topology.tensor_group)
+        # A CPU's kernels add in a fixed order, so its replicas stay equal bit for bit.
         tolerance = 0.0 if tensor.device.type == "cpu" else ACCELERATOR_TOLERANCE[tensor.dtype]
         spreads.append(torch.stack(((extremes[0] + extremes[1]).max(), tolerance * extremes.max())))
     for name, (difference, allowed) in zip(replicas, _to_host(spreads), strict=True):
@@ -203,6 +204,7 @@ def check_reproducible(
     try:
         with deterministic_algorithms():
             for _ in range(2):
+                # Both runs draw the same dropout masks.
                 streams.load_state_dict(before)
                 # Not `backward`, which would accumulate into `.grad` and run DeepSpeed's reduction.
                 gradients = torch.autograd.grad(
@@ -244,6 +246,7 @@ def deterministic_algorithms() -> Iterator[None]:
     )
     torch.use_deterministic_algorithms(True)
     try:
+        # Without cuDNN's attention, which torch prefers on some devices.
         with sdpa_kernel(
             [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         ):

@@ -371,6 +371,7 @@ def _cpu_device(ranks: int) -> Device:
     are rough.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    # Ranks on CPUs share cores and bandwidth, so a plan for N of them divides both.
     cores_per_rank = (os.cpu_count() or 1) / ranks
     share = min(1.0, cores_per_rank)
     return Device(

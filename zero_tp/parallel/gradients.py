@@ -109,9 +109,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter], topology: Topology) -> Ten
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
     """Scale all gradients by min(1, limit / (norm + 1e-6)), as DeepSpeed and torch do."""
-    factor = limit / (
-        norm + 1e-6
-    )  # a Python float: a tensor would be rounded to the gradients' dtype
+    # A Python float, because a tensor would be rounded to the gradients' dtype.
+    factor = limit / (norm + 1e-6)
     if factor < 1:
         for parameter in parameters:
             if parameter.grad is not None:

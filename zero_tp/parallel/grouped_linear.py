@@ -109,9 +109,8 @@ def grouped_outer_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Return leftᵀ · right of each group's rows. [n·k, o], [n·k, i] → [E, o, i]."""
     if _has_grouped_kernel(left, right):
         return F.grouped_mm(left.t(), right, offs=ends)
-    output = left.new_zeros(
-        len(ends), left.shape[1], right.shape[1]
-    )  # a group without rows has zeros
+    # Zeros, because a group may have no rows.
+    output = left.new_zeros(len(ends), left.shape[1], right.shape[1])
     for number, part in _group_slices(ends, len(left)):
         torch.mm(left[part].t(), right[part], out=output[number])
     return output
@@ -149,9 +148,8 @@ class _ColumnParallelGrouped(torch.autograd.Function):
             input_gradient = (
                 row_gradient[routing.row_of_copy].sum(1).unflatten(0, (-1, tensor.shape[1]))
             )
-        whole = (
-            tensor if gathering is None else gathering.wait()
-        )  # before the next collective starts
+        # Before the next collective starts, so that all ranks have one order of collectives.
+        whole = tensor if gathering is None else gathering.wait()
         if input_gradient is not None and ctx.sequence:
             reducing = start_reduce_scatter(input_gradient, ctx.group)
         if needs_weight:

@@ -22,8 +22,8 @@ from zero_tp.parallel.topology import Topology
 class Sharded:
     """Split along `dim`, each of the `parts` by itself.
 
-    `parts` are the whole sizes of fused pieces: Q, K and V, or gate and up.
-    With parts (4, 2, 2), heads of Q, K and V, TP 2 gives each rank a half of every part:
+    `parts` are the whole sizes of fused pieces: Q, K and V, or gate and up. With parts (4, 2, 2),
+    heads of Q, K and V, TP 2 gives each rank a half of every part:
 
         rank 0    q0 q1 k0 v0      one cut through the middle would give it q0 q1 q2 q3,
         rank 1    q2 q3 k1 v1      queries without their keys and values

@@ -264,9 +264,8 @@ def _add_product_(
         if is_fp16:
             total[rows].addmm_(first[:, rows].t().float(), second)
         else:
-            total[rows].add_(
-                first[:, rows].t() @ second
-            )  # `+=` would also copy the rows onto themselves
+            # `+=` would also copy the rows onto themselves.
+            total[rows].add_(first[:, rows].t() @ second)
 
 
 def _scaled(tensor: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -1,6 +1,7 @@
 """Score target tokens for evaluation, with the vocabulary split over TP.
 
 A score is a token's loss, and whether the token is the argmax.
+
 Only positions with a target get logits, one chunk at a time. Ranks exchange 2 + 2k numbers a
 position and never logits. v vocabulary, t TP size, h hidden, n positions with a target, k
 alternatives.

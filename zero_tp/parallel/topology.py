@@ -121,6 +121,7 @@ class Topology:
         if len(members) == 1:
             return world
         device = world.bound_device_id
+        # Without a bound device NCCL has no communicator yet that could be split.
         if device is not None and world._get_backend(device).supports_splitting:
             groups: list[Any] = [dist.split_group(split_ranks=members, timeout=timeout)]
         else:

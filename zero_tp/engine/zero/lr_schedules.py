@@ -51,6 +51,7 @@ def set_schedule(schedule: Any, updates: int, *, native_start: bool = False) -> 
     """Set a schedule and the learning rates for the next step.
 
     The k-th update gets the schedule's value at k.
+
     DeepSpeed starts its schedules at iteration -1 and advances them after each step: the first two
     steps of a warm-up from 0 have no effect. WarmupLR, linear, to 1 in 4 steps:
 
@@ -65,9 +66,8 @@ def set_schedule(schedule: Any, updates: int, *, native_start: bool = False) -> 
             DeepSpeed does.
     """
     if native_start:
-        if (
-            updates > 0
-        ):  # the constructor has set the first rate, and `OneCycle` first betas of its own
+        # The constructor has set the first rate, and `OneCycle` first betas of its own.
+        if updates > 0:
             schedule.step(updates - 1)
     elif isinstance(schedule, LambdaLR):
         # A count above 1 keeps torch from warning that the optimizer has not stepped.

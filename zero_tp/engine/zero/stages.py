@@ -1,4 +1,14 @@
-"""The ZeroEngine of each ZeRO stage; training and checkpoints do not depend on the stage."""
+"""The ZeroEngine of each ZeRO stage; training and checkpoints do not depend on the stage.
+
+Bytes of Ψ parameters with Adam in 16 bit on one of N replicas, and elements that a rank sends in a
+step, by the paper (arXiv 1910.02054, sections 5 and 7); DeepSpeed's buffers come on top:
+
+    stage               weights    gradients    masters, states    sent
+    0                   2Ψ         2Ψ           12Ψ                2Ψ
+    1 (P_os)            2Ψ         2Ψ           12Ψ/N              2Ψ
+    2 (P_os+g)          2Ψ         2Ψ/N         12Ψ/N              2Ψ
+    3 (P_os+g+p)        2Ψ/N       2Ψ/N         12Ψ/N              3Ψ
+"""
 
 from __future__ import annotations
 
@@ -125,6 +135,8 @@ class UnpartitionedStates(ZeroEngine):
         elif is_spike:
             for parameter in parameters:
                 if parameter.grad is not None:
+                    # The wrapper looks at the gradients, and not at a flag that could be set before
+                    # its step.
                     parameter.grad.fill_(float("nan"))  # DeepSpeed's wrapper skips the step
 
     def _norm(self) -> float:
@@ -227,12 +239,13 @@ class PartitionedStates(ZeroEngine):
                         gradient.fill_(float("nan"))  # BF16_Optimizer skips the step
             step()
 
+        # Not a norm function as in the other classes: this one's step calls a function of its
+        # module, which all BF16_Optimizers of the process share.
         optimizer.step = step_unless_vetoed
 
     def fragments(self) -> Iterator[Fragment]:
-        optimizer = (
-            self.optimizer
-        )  # BF16_Optimizer has the first attribute, the other optimizers the second
+        optimizer = self.optimizer
+        # BF16_Optimizer has the first attribute, DeepSpeedZeroOptimizer the second.
         groups = (
             getattr(optimizer, "fp32_groups_flat_partition", None)
             or optimizer.single_partition_of_fp32_groups

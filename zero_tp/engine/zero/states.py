@@ -2,8 +2,13 @@
 
 Of each parameter's TP shard a rank holds one fragment: all of it under ZeRO-0, its DP partition
 under ZeRO-1 to 3. The fragment's master is a piece of a flat fp32 tensor; the optimizer's states
-(moments) are tensors of the same length. Writing into the views restores a run. docs/checkpoints.md
-explains why DeepSpeed's own checkpoints are not used.
+(moments) are tensors of the same length. Writing into the views restores a run.
+docs/decisions/own-checkpoints.md says why DeepSpeed's own checkpoints are not used. Under ZeRO-1
+with two replicas, the second one of a group with A (5 elements) and B (3) has:
+
+    flat       A4 B0 B1 B2          its master; Adam's moments have this shape, too
+    A          Span(4, 0, 1)        element 4 of A is element 0 of flat
+    B          Span(0, 1, 3)        elements 0 to 2 of B are elements 1 to 3
 """
 
 from __future__ import annotations

@@ -110,6 +110,7 @@ class ZeroEngine(ABC):
             raise RuntimeError(
                 f"DeepSpeed has {replicas} data-parallel ranks, the topology {self.topology.data}"
             )
+        # DeepSpeed has begun its schedule one iteration early (`set_schedule`).
         self._set_schedule(0)
         self.loss_scale = None
         if self.deepspeed_engine.fp16_enabled():
