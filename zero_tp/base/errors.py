@@ -77,6 +77,7 @@ def visible(text: str) -> str:
 
 def _is_visible(letter: str) -> bool:
     return (
+        # The joiners belong to scripts such as Persian's, and to emoji.
         letter.isprintable() or letter in "\n\t\u200c\u200d" or unicodedata.category(letter) == "Zs"
     )
 
@@ -120,6 +121,7 @@ def as_user_error(error: OSError) -> UserError | None:
     """Return a `UserError` for an OSError that names a file or reports a full disk; None for any
     other.
     """
+    # A write to a full disk names no file; any other error without one is of a pipe or socket.
     if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     user_error = UserError(

@@ -195,6 +195,7 @@ def _check_replaceable(output: Path, partial: Path) -> None:
     """
     (partial / "file").touch()
     try:
+        # The old output is removed after the renames, which needs access to all its directories.
         for path in (output, *output.rglob("*")):
             if (
                 path.is_dir()
@@ -277,6 +278,7 @@ def _finish_replacing(output: Path, own: Collection[str]) -> None:
 
 def hidden_sibling(output: Path, ending: str) -> Path:
     """Return the hidden path `.NAME.ending` in the directory of `output`."""
+    # Next to the output, because a rename works only within one file system.
     name = output.absolute().name
     if len(os.fsencode(name)) > 200:  # a name has at most 255 bytes
         name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
@@ -288,6 +290,7 @@ def sync(directory: Path, *, below: bool = True) -> None:
     for path in (directory.resolve(), *(directory.rglob("*") if below else ())):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):  # no content to flush
             continue
+        # Directories, too: flushing a file does not flush its name (fsync(2)).
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             os.fsync(descriptor)
@@ -326,6 +329,7 @@ def is_local(path: Path) -> bool:
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading. Pipes and devices are refused without waiting."""
+    # Without O_NONBLOCK, opening a pipe waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

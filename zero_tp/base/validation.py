@@ -210,6 +210,7 @@ def _from_pydantic(detail: Any, raw: Any, path: str) -> ConfigError:
     for prefix, expected in EXPECTED.items():
         if kind.startswith(prefix + "_"):
             return ConfigError(key, f"expected {expected}, got {shown(value)}", f"write {expected}")
+    # What our own validators raise, pydantic prefixes with the kind of exception.
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     message = message.replace("Input should", "must").removeprefix(f"{key} ")
     return ConfigError(key, f"{shown(value)}: {message}", "docs/config.md lists what is accepted")

@@ -223,7 +223,7 @@ def find_weights(directory: Path, allow_pickle: bool = False) -> Path:
             f"{directory}: {ADAPTER} makes it an adapter of another model; merge the two, and give "
             "the whole model"
         )
-    # safetensors first: a directory may have both, and only pickles can carry code.
+    # Pickles last: a directory may have both kinds, and only pickles can carry code.
     for single, index in ((SINGLE, INDEX), (PICKLED, PICKLED_INDEX)):
         present = [directory / name for name in (index, single) if is_regular(directory / name)]
         if not present:
@@ -340,4 +340,5 @@ def is_finite(tensor: Tensor) -> bool:
     """Return whether a floating tensor has neither NaN nor Inf. Allocates no tensor of its size."""
     import torch
 
+    # NaN propagates into both extremes, and an infinity is one of them: two numbers tell.
     return not tensor.numel() or all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))

@@ -324,15 +324,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         differentiate: bool,
         ops: ElementwiseOps,
     ) -> tuple[Tensor, Tensor]:
+        """Return (loss, number of labels that are the argmax), and save the gradients.
+
+        - `needs_input_grad` says what the tensors require, under `no_grad` too: `differentiate` is
+          false there.
+        - Every rank has all labels, so the denominator needs no communication.
+        - An ignored row adds nothing to any gradient: its factor, and so its probabilities, are 0,
+          and it has no target.
+        - At the end comes the backward of f or g: each rank's columns of the vocabulary have given
+          a part of the hidden gradient.
+        """
         if sequence:
             hidden = all_gather(hidden, group)
         length, batch, _ = hidden.shape
         first, valid = vocab_shard_range(vocabulary, group_rank(group), group_size(group))
-        # `needs_input_grad` says what the tensors require, under `no_grad` too.
         needs = [differentiate and needed for needed in ctx.needs_input_grad[:3]]
         needs_hidden, needs_weight, needs_bias = needs
         counted = labels != ignore
-        # Every rank has all labels, so all of them count the same number without communication.
         denominator = _divisor(divisor, counted, hidden)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         correct = torch.zeros_like(loss)
@@ -356,8 +364,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss -= log_probability.masked_fill(~is_counted, 0.0).sum()
             if is_argmax is not None:
                 correct += (is_argmax & is_counted).sum()
-            # With a factor of 0 an ignored row's probabilities are 0, and it has no target: it adds
-            # nothing to any gradient.
             if any(needs):
                 factor = factor.masked_fill(~is_counted, 0.0)
                 _to_logit_gradients_(logits, target, valid, maximum, factor, ops)
@@ -370,8 +376,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             elif needs_weight:
                 weight_gradient = logits.t() @ block
             del logits  # before the next block's are made
-        # The backward of f or g, done in forward: each rank's columns of the vocabulary have given
-        # a part.
         if hidden_gradient is not None and group_size(group) > 1:
             hidden_gradient = (reduce_scatter if sequence else all_reduce)(hidden_gradient, group)
         ctx.save_for_backward(hidden_gradient, weight_gradient, bias_gradient, denominator)

@@ -43,6 +43,8 @@ class ActivationCheckpointing(ConfigModel):
 
 
 class DataTypes(ConfigModel):
+    # None is the dtype of the weights. With "fp32", micro-batches are added up in fp32: other
+    # numbers, so it is a choice of the run (`facts.sums_in_fp32`).
     grad_accum_dtype: Dtype | None = None
     param_dtype: Dtype | None = None
     buffer_dtype: Dtype | None = None
@@ -180,6 +182,7 @@ class Zero(ConfigModel):
 
     stage: Stage = 0
     contiguous_gradients: bool = True
+    # False sends as much, because DeepSpeed 0.19.8 all-reduces either way (benchmarks/tried.md).
     reduce_scatter: bool = True
     # In 16 bits this takes 0.93 GiB of a device at each backward, twice that with `overlap_comm`,
     # however small the model is (benchmarks/tried.md).
@@ -189,6 +192,8 @@ class Zero(ConfigModel):
     use_multi_rank_bucket_allreduce: bool = True
     allgather_partitions: bool = True
     allgather_bucket_size: Count = 500_000_000
+    # On a CPU, which has no streams, it only adds a second bucket and changes when ZeRO-1 reduces
+    # (benchmarks/tried.md).
     overlap_comm: bool | None = None
     compute_grad_norm: bool = True
     load_from_fp32_weights: bool = True

@@ -117,6 +117,7 @@ def params_model(name: str, torch_adam: bool, offload: bool) -> type[OptimizerPa
     """
     if name == "sgd":
         return SGD
+    # In the order of DeepSpeed's `get_optimizer_configuration`: `torch_adam` wins over offloading.
     return TorchAdam if torch_adam else CPUAdam if offload else FusedAdam
 
 

@@ -145,6 +145,7 @@ def pop_autos(values: dict[str, Any]) -> list[str]:
     for path in (*BATCH_FIELDS, *AUTO):
         block, name = _parent_block(values, path)
         if isinstance(block, dict) and block.get(name) == "auto":
+            # Removed before types are checked, because no number or list is the word "auto".
             del block[name]
             keys.append(path)
     return keys
@@ -231,6 +232,7 @@ def _schedule_length(path: str, length: int, earlier: int, saved: SavedStart) ->
     the rate.
     """
     schedule = check_scheduler(saved.config).params.model_dump()
+    # The rate begins to fall after the warm-up or, if the schedule has a stable phase, after that.
     start = next(schedule[name] for name in WARMUPS if name in schedule)
     if "num_decay_steps" in schedule:
         start = schedule["num_training_steps"] - schedule["num_decay_steps"]
