@@ -61,8 +61,8 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> Tensor:
-        # Cleared first, because a layer may wait twice for one gather: `finish` adds pieces up in
-        # place, and a second call would add them again.
+        # Cleared first, because a layer may wait twice (a column layer does, for its gather):
+        # `finish` changes the tensor in place and must run once.
         work = self._work
         finish = self._finish
         self._work = None

@@ -26,7 +26,7 @@ class GradientSum:
     parameters get a hook.
 
     Attributes:
-        fired: number of sums since `training.guards.check_hooks` last reset it.
+        fired: number of sums since `engine.guards.check_hooks` last reset it.
     """
 
     def __init__(self, group: Group):

@@ -71,7 +71,7 @@ def check_settings(
 ) -> Combination:
     """Return the checked settings of a DeepSpeed config that has no `zero_tp` block.
 
-    Without `gradient_clipping` nothing is clipped. A run's file gets 1.0, as DeepSpeed would.
+    Without `gradient_clipping` nothing is clipped. A run's file gets 1.0, DeepSpeed's default.
 
     Args:
         layers: number of the model's layers; without it, `recompute` is not compared with them.

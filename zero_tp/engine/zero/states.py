@@ -82,8 +82,8 @@ class OptimizerStates:
         if kind == MASTER:
             return fragment.master
         state = self.optimizer.state[fragment.flat]
-        # Before the first step an optimizer has no states; Adam's moments and SGD's momentum start
-        # from zeros.
+        # A restored run has not stepped yet, so its optimizer has no states: they are made here,
+        # and the caller fills them.
         if kind not in state:
             state[kind] = torch.zeros_like(fragment.flat, requires_grad=False)
         return fragment.view(state[kind])
