@@ -36,6 +36,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str | None = None, **options: Any):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        # No abbreviations: a script that uses one would break as soon as another option has the
+        # same beginning.
         super().__init__(prog or f"python {sys.argv[0]}", allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
@@ -52,6 +54,8 @@ def check_writable(directory: Path) -> None:
     """Make a directory and check that it is writable, before long work whose results go there."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        # By writing a file, because permission bits say nothing about a file system that is mounted
+        # read-only.
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         raise UserError(
@@ -70,6 +74,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     escape_unencodable_output()
     try:
         status = main() or 0
+        # Flushed here: a full disk or a closed pipe then has its own exit status, instead of a
+        # traceback at the interpreter's exit.
         if sys.stdout is not None:  # None: closed by the shell, `>&-`
             sys.stdout.flush()
     except UserError as error:
@@ -81,9 +87,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
             status = _refuse(user_error)
         else:
             raise  # another pipe or socket: a bug
-        if (
-            error.filename is None
-        ):  # stdout is broken or full; the interpreter flushes it again at exit
+        # Stdout is broken or full, and the interpreter flushes it again at exit.
+        if error.filename is None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -97,10 +102,12 @@ def _refuse(error: UserError) -> int:
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    # As an exception, so that `finally` blocks remove what the command was writing.
     sys.exit(TERMINATED)
 
 
 def _stdout_reader_gone() -> bool:
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
+    # A pipe without a reader has POLLERR (poll(2)).
     return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -37,7 +37,11 @@ class UserError(ValueError):
     """
 
     def __reduce__(self) -> Any:
-        """Pickle as a plain `UserError` with the same message, for other ranks."""
+        """Pickle as a plain `UserError` with the same message, for other ranks.
+
+        By default an exception is made again from its `args`, one message here, which the
+        constructors of subclasses do not take.
+        """
         return UserError, (str(self),)
 
 
@@ -73,6 +77,7 @@ def visible(text: str) -> str:
 
 def _is_visible(letter: str) -> bool:
     return (
+        # The joiners belong to scripts such as Persian's, and to emoji.
         letter.isprintable() or letter in "\n\t\u200c\u200d" or unicodedata.category(letter) == "Zs"
     )
 
@@ -103,6 +108,7 @@ def write_stderr(text: str) -> None:
     if not text:
         return
     try:
+        # Carriage return and erase: a progress bar leaves the cursor at the end of its line.
         clear = "\r\x1b[K" if sys.stderr.isatty() else ""
         sys.stderr.write(f"{clear}{text}\n")
         sys.stderr.flush()
@@ -115,6 +121,7 @@ def as_user_error(error: OSError) -> UserError | None:
     """Return a `UserError` for an OSError that names a file or reports a full disk; None for any
     other.
     """
+    # A write to a full disk names no file; any other error without one is of a pipe or socket.
     if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     user_error = UserError(
@@ -156,6 +163,8 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
     by_spelling: dict[str, str] = {}
     for name in names:
         by_spelling.setdefault(name.lower(), name)
+    # The last part is compared in a second pass, so that a key of this block wins against one of
+    # another block.
     for name in names:
         by_spelling.setdefault(name.rsplit(".", 1)[-1].lower(), name)
     near = (
@@ -180,11 +189,9 @@ def shown(value: object) -> str:
     A value of YAML that JSON can't represent is shown as its kind (`an object`).
     """
     try:
+        # As JSON, because that is what the user has written: true, and not True.
         text = visible(json.dumps(value, ensure_ascii=False, default=str))
-    except (
-        TypeError,
-        ValueError,
-        RecursionError,
-    ):  # a date as a key, a list in itself, an integer of 5,000 digits
+    # A date as a key, a list in itself, or an integer of 5,000 digits.
+    except (TypeError, ValueError, RecursionError):
         return json_kind(type(value).__name__)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -47,6 +47,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "not a regular file", str(path))
+    # In the same directory, because a rename is atomic only within one file system.
     temporary = path.with_name(path.name + ".new")
     try:
         with temporary.open("wb") as stream:
@@ -54,6 +55,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
                 content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
             )
             stream.flush()
+            # Before the rename: after a crash the new name could otherwise have an empty file.
             os.fsync(stream.fileno())
         os.replace(temporary, path)
     finally:
@@ -145,6 +147,7 @@ def lock(file: IO[Any] | int, kind: int) -> bool:
         BlockingIOError: another process has the lock.
     """
     try:
+        # The kernel releases this lock when its process ends, also when it is killed.
         fcntl.flock(file, kind)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
@@ -154,8 +157,9 @@ def lock(file: IO[Any] | int, kind: int) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link (not its target) or a directory with all below it, if there is one
-    of this name.
+    """Remove a file, a link or a directory with all below it; nothing of this name is no error.
+
+    Of a link only the link goes, and its target stays.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -184,11 +188,14 @@ def check_replaceable(output: Path, own: Collection[str] = ()) -> None:
 
 
 def _check_replaceable(output: Path, partial: Path) -> None:
-    """Ask for a rename that must fail, because directories are not renamed to one with a file:
-    the error says why.
+    """Check that `output` could be replaced, by a rename that has to fail.
+
+    A directory cannot be renamed to one that has a file. If the system has another objection, such
+    as a mount point, its error is that one.
     """
     (partial / "file").touch()
     try:
+        # The old output is removed after the renames, which needs access to all its directories.
         for path in (output, *output.rglob("*")):
             if (
                 path.is_dir()
@@ -219,24 +226,35 @@ def put_in_place(
         is_replaced = is_stale(file.name) or (written / file.name).exists()
         if not is_replaced and (file.is_symlink() or not file.is_dir()):
             try:
+                # A hard link takes neither time nor space, and the old output keeps its file until
+                # it is removed.
                 os.link(file, written / file.name, follow_symlinks=False)
             except OSError:  # a file system without hard links
                 shutil.copy2(file, written / file.name, follow_symlinks=False)
+    # The content first and the names last: after a crash the output is the old one or the new one.
     sync(written)
     replace_directory(written, output)
     sync(output.absolute().parent, below=False)
 
 
 def replace_directory(written: Path, output: Path) -> None:
-    """Replace a directory by two renames. In between, the old one is `.NAME.replaced`."""
+    """Replace a directory by two renames. In between, the old one is `.NAME.replaced`.
+
+        before          .out.partial (new)     out (old)
+        first rename    .out.partial (new)                  .out.replaced (old)
+        second rename                          out (new)    .out.replaced (old)
+
+    A kill in between loses nothing: `_finish_replacing` puts the old one back, or removes it.
+    """
     if output.exists():
         os.replace(output, hidden_sibling(output, "replaced"))
     os.replace(written, output)
 
 
 def _finish_replacing(output: Path, own: Collection[str]) -> None:
-    """Put a replaced directory back if there is no new one; else move the user's own directories to
-    the new one.
+    """Put a replaced directory back if there is no new one.
+
+    If there is one, the user's own directories are moved to it, and the rest is removed.
 
     Two processes may do this at once: after its rename, a partial directory no longer locks its
     output.
@@ -260,6 +278,7 @@ def _finish_replacing(output: Path, own: Collection[str]) -> None:
 
 def hidden_sibling(output: Path, ending: str) -> Path:
     """Return the hidden path `.NAME.ending` in the directory of `output`."""
+    # Next to the output, because a rename works only within one file system.
     name = output.absolute().name
     if len(os.fsencode(name)) > 200:  # a name has at most 255 bytes
         name = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
@@ -271,6 +290,7 @@ def sync(directory: Path, *, below: bool = True) -> None:
     for path in (directory.resolve(), *(directory.rglob("*") if below else ())):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):  # no content to flush
             continue
+        # Directories, too: flushing a file does not flush its name (fsync(2)).
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             os.fsync(descriptor)
@@ -287,6 +307,7 @@ def wait_until_visible(is_visible: Callable[[], bool], directory: Path) -> bool:
     """
     deadline = time.monotonic() + (0 if is_local(directory) else NFS_VIEW_SECONDS + 5)
     while not (visible := is_visible()) and time.monotonic() < deadline:
+        # A network file system reports no changes, so it is asked again.
         time.sleep(0.5)
     return visible
 
@@ -308,6 +329,7 @@ def is_local(path: Path) -> bool:
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading. Pipes and devices are refused without waiting."""
+    # Without O_NONBLOCK, opening a pipe waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -324,4 +346,5 @@ def read_regular(path: Path) -> bytes:
             raise OSError(
                 errno.EFBIG, f"{size:,} bytes, at most {MAX_FILE_BYTES:,} are read", str(path)
             )
+        # Bounded once more, because another process may write to the file after its size was read.
         return file.read(MAX_FILE_BYTES)

@@ -91,6 +91,7 @@ def _converter(kind: Any) -> dict[str, Any]:
     if kind is bool:
         return {"action": "store_true"}
     if typing.get_origin(kind) is tuple:
+        # `extend`, so that an option given twice has the values of both.
         return {"type": typing.get_args(kind)[0], "nargs": "+", "action": "extend"}
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         kind = next(part for part in typing.get_args(kind) if part is not type(None))

@@ -1,6 +1,6 @@
-"""Draw figures, and write them into one HTML page that loads nothing from a network, with PNG files
-next to it.
+"""Draw figures, and write them into an HTML page and PNG files next to it.
 
+The page loads nothing from a network.
 Reports of runs, plans, profiles and corpora use it. Tables for a terminal are laid out here too.
 """
 
@@ -94,12 +94,14 @@ def values_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
 def thinned(rows: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
     """Return every n-th row, the last one included, at most `TABLE_ROWS` in all."""
     step = max(1, -(-len(rows) // TABLE_ROWS))
+    # Counted from the end, so that the last row, a run's newest values, is always there.
     return rows[::-step][::-1]
 
 
 def text_table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Return the lines of a table for a terminal; the columns of `left` are flush left, the
-    others flush right.
+    """Return the lines of a table for a terminal.
+
+    The columns of `left` are flush left, the others flush right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -115,6 +117,7 @@ def svg(figure: Any) -> str:
     """Return the figure as HTML: black becomes the page's text colour, light or dark."""
     stream = io.StringIO()
     figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    # From the element on: the XML declaration before it is not valid inside HTML.
     text = stream.getvalue()
     element = text[text.index("<svg") :].replace("#000000", "currentColor")
     return f"<figure>{element}</figure>"

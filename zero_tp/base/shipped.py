@@ -27,8 +27,9 @@ def config_names() -> list[str]:
 
 
 def find_config(name: str | Path) -> Path:
-    """Return the shipped config called `name` (`papers/` may be left out), or `name` if it is a
-    file or unknown.
+    """Return the shipped config called `name`, or `name` if it is a file or unknown.
+
+    `papers/` may be left out.
     """
     file = Path(name)
     named = [known for known in config_names() if str(name) in (known, Path(known).name)]

@@ -53,6 +53,7 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Python's json would keep the last value of a repeated key silently.
     unique = dict(pairs)
     if len(unique) < len(pairs):
         duplicate = next(
@@ -63,12 +64,15 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _finite_float(number: str) -> float:
+    # Python's json accepts NaN and Infinity, and reads 1e999 as infinity; other JSON programs
+    # refuse such a file.
     if not math.isfinite(float(number)):
         raise InvalidJson(f"{number[:60]} is not a finite number")
     return float(number)
 
 
 def _bounded_int(number: str) -> int:
+    # Beyond 4,300 digits Python raises an error of its own, without a place in the file.
     if len(number) > _MAX_DIGITS:
         raise InvalidJson(f"an integer of {len(number.lstrip('-')):,} digits")
     return int(number)

@@ -72,6 +72,8 @@ class ErrorCollector:
             self.errors += error.errors
         elif isinstance(error, ConfigError):
             self.errors.append(error)
+        # True swallows the error, so that the next check runs; any other exception is a bug and
+        # passes.
         return isinstance(error, ConfigError)
 
     def raise_all(self) -> None:
@@ -95,6 +97,7 @@ def validate(model: type[Model], raw: Any, path: str, earlier: Iterable[ConfigEr
     """
     if not isinstance(raw, dict):
         raise ConfigErrors([_not_an_object(raw, path)])
+    # Unknown keys are found here, because pydantic's error for them suggests no name.
     errors = [*earlier, *_unknown_keys(model, raw, path)]
     remaining = _drop_keys({error.key for error in errors}, raw, path)
     try:
@@ -107,6 +110,7 @@ def validate(model: type[Model], raw: Any, path: str, earlier: Iterable[ConfigEr
         )
         errors += (_from_pydantic(detail, raw, path) for detail in details)
     else:
+        # Not by pydantic's strict mode, which would refuse 5e8 as an integer.
         errors += _coercion_errors(remaining, parsed.model_dump(by_alias=True), path)
         if not errors:
             return parsed
@@ -127,9 +131,8 @@ def _unknown_keys(model: type[BaseModel], raw: dict[str, Any], path: str) -> Ite
     for key, value in raw.items():
         where = f"{path}.{key}" if path else key
         if key not in fields:
-            near = difflib.get_close_matches(
-                key, fields, n=1, cutoff=0.8
-            )  # this block's names precede nested ones
+            # This block's names precede those of nested blocks.
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.8)
             yield ConfigError(where, "unknown key", did_you_mean(key, near or nested_names(model)))
         elif (inner := nested_model(fields[key].annotation)) is not None and isinstance(
             value, dict
@@ -207,6 +210,7 @@ def _from_pydantic(detail: Any, raw: Any, path: str) -> ConfigError:
     for prefix, expected in EXPECTED.items():
         if kind.startswith(prefix + "_"):
             return ConfigError(key, f"expected {expected}, got {shown(value)}", f"write {expected}")
+    # What our own validators raise, pydantic prefixes with the kind of exception.
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     message = message.replace("Input should", "must").removeprefix(f"{key} ")
     return ConfigError(key, f"{shown(value)}: {message}", "docs/config.md lists what is accepted")
@@ -217,6 +221,7 @@ def _locate(location: tuple[Any, ...], kind: str, raw: Any, path: str) -> tuple[
     parts = [path] if path else []
     value = raw
     for part in location:
+        # For a union pydantic's location also has the member's class, which is no key of the file.
         is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
         if is_index or (isinstance(value, dict) and part in value):
             parts.append(str(part))

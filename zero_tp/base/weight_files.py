@@ -123,9 +123,8 @@ def is_cached(name: str, *, weights: bool) -> bool:
     the network.
     """
     try:
-        directory = resolve(
-            name, weights=weights, local_files_only=True
-        )  # it exists once any file was fetched
+        # A directory exists once any file was fetched.
+        directory = resolve(name, weights=weights, local_files_only=True)
     except ConfigError:
         return False
     if not weights:
@@ -206,6 +205,7 @@ def safetensors_metadata(path: Path) -> dict[str, str]:
         path = path.parent / min(_weight_map(path).values())
     try:
         with open_regular(path) as file:
+            # A safetensors file begins with its header's length, 8 bytes, and the header, JSON.
             size = int.from_bytes(file.read(8), "little")
             header = parse_object(file.read(size)) if size <= _LARGEST_HEADER else {}
     except (OSError, InvalidJson):
@@ -223,6 +223,7 @@ def find_weights(directory: Path, allow_pickle: bool = False) -> Path:
             f"{directory}: {ADAPTER} makes it an adapter of another model; merge the two, and give "
             "the whole model"
         )
+    # Pickles last: a directory may have both kinds, and only pickles can carry code.
     for single, index in ((SINGLE, INDEX), (PICKLED, PICKLED_INDEX)):
         present = [directory / name for name in (index, single) if is_regular(directory / name)]
         if not present:
@@ -248,8 +249,10 @@ def find_weights(directory: Path, allow_pickle: bool = False) -> Path:
 
 
 def is_regular(path: Path) -> bool:
-    """Return whether this is a regular file, False if nothing is there; a UserError for a pipe,
-    a directory, …
+    """Return whether this is a regular file; False if nothing is there.
+
+    Raises:
+        UserError: a pipe, a directory or another kind of file is there.
     """
     try:
         if path.is_file() or not os.path.lexists(path):
@@ -293,6 +296,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: not an index with a weight_map")
     for name in weight_map.values():
+        # An index comes with a download: a name such as `../file` could read another file of the
+        # user.
         if not isinstance(name, str) or not name or Path(name).name != name or "\0" in name:
             raise UserError(f"{index}: {shown(name)} is not the name of a file beside it")
     return weight_map
@@ -335,4 +340,5 @@ def is_finite(tensor: Tensor) -> bool:
     """Return whether a floating tensor has neither NaN nor Inf. Allocates no tensor of its size."""
     import torch
 
+    # NaN propagates into both extremes, and an infinity is one of them: two numbers tell.
     return not tensor.numel() or all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor))

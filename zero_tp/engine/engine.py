@@ -92,6 +92,7 @@ class TrainingEngine:
             raise UserError(
                 "TrainingEngine takes checked settings; for a dict use TrainingEngine.from_dict"
             )
+        # Before the model is built: a missing directory or header is found at once.
         check_nvme(settings.zero_optimization.nvme_paths)
         self.zero = zero_engine(settings, topology)
         self.dtype: torch.dtype = getattr(torch, DTYPES[settings.dtype])
@@ -103,6 +104,8 @@ class TrainingEngine:
             self.model = model(
                 config, topology, seed=seed, source=source, dtype=self.dtype, device=self.device
             )
+        # A parameter without a layout ends the start here. Later only the norm of gradients or
+        # drifting replicas would show it.
         audit(self.model, topology, local_shape)
         policy = recompute or RecomputePolicy(mode="none")
         checkpointing = settings.activation_checkpointing
@@ -112,7 +115,11 @@ class TrainingEngine:
             compile_elementwise(self.model, self.device)
         assert settings.optimizer is not None, "only a Trainer's settings have none"
         decay = settings.optimizer.params.weight_decay
+        # After everything that changes modules or hooks: DeepSpeed's optimizers copy the weights
+        # into masters, and ZeRO-2 and -3 hook each parameter here.
         self.zero.initialize(self.model, parameter_groups(self.model, decay))
+        # DeepSpeed broadcasts weights over DP only: that TP ranks begin with the same replicas
+        # follows from the seeds and files alone.
         guards.check_replicas(self.model, topology)
         self.deepspeed_engine = self.zero.deepspeed_engine
         self._loss = torch.tensor(float("nan"))
@@ -250,6 +257,8 @@ class TrainingEngine:
         self._accumulate(batches, divisors, guarded)
         guards.check_hooks(self.model)
         if guarded is not None:
+            # Before the update, which would overwrite a damaged copy of a weight after its
+            # gradients have entered the step.
             guards.check_duplicates(self.zero, guarded)
         self._update()
 
@@ -281,6 +290,8 @@ class TrainingEngine:
         """
         self.deepspeed_engine.train()
         names = self.model.metric_names
+        # On the device and in fp64: a step of many micro-batches does not round its loss, and the
+        # host does not wait for it.
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         figures = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
@@ -291,6 +302,7 @@ class TrainingEngine:
                 if guarding
                 else nullcontext()
             ):
+                # Through DeepSpeed's engine: ZeRO-3 gathers parameters in hooks of its forward.
                 output = self._forward(self.deepspeed_engine, batch, **divisors)
             self._backward(output.loss)
             total += output.loss.detach()
@@ -321,6 +333,8 @@ class TrainingEngine:
         """Return the mean over micro-batches and replicas. All-reduce over DP."""
         group = self.topology.data_group
         replicas = self.topology.data
+        # A forward has divided by the mean number of labels, so the plain mean is the mean over all
+        # labels (`_mean_label_counts`).
         return all_reduce(total / micro_batches, group) / replicas
 
     def _enter(self, phase: str) -> None:
@@ -332,9 +346,8 @@ class TrainingEngine:
     ) -> None:
         """Run a micro-batch twice, outside DeepSpeed's engine, which would reduce its gradients."""
         self.model.train()
-        self.activations.begin_micro_batch(
-            -1
-        )  # keeps everything: recomputation needs a whole backward
+        # -1 keeps everything, because recomputation needs a whole backward.
+        self.activations.begin_micro_batch(-1)
         scale = self.zero.loss_scale.value if self.zero.loss_scale is not None else 1.0
 
         def run() -> Tensor:
@@ -356,6 +369,7 @@ class TrainingEngine:
         One all-reduce over DP of the numbers of labels, and of labelled rows; the host does not
         wait for them.
         """
+        # In integers: fp32 counts tokens exactly only up to 2^24.
         counts = torch.zeros(2, dtype=torch.int64, device=self.device)
         for batch in batches:
             for kind, labels in enumerate(
@@ -371,8 +385,10 @@ class TrainingEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[AnyBatch | tuple[Tensor, Tensor]]) -> dict[str, float]:
-        """Return the "loss" and the model's other figures, each a mean over the labels or rows of
-        all DP ranks.
+        """Return the "loss" and the model's other figures.
+
+        Each is a mean over the labels or rows of all DP ranks. All-reduce over DP, and the host
+        waits for it.
 
         Args:
             batches: as `train_step` takes them; each rank has the same number of them.
@@ -381,6 +397,8 @@ class TrainingEngine:
             UserError: no label to score in any batch.
         """
         self.deepspeed_engine.eval()
+        # Sums and counts, and not means: batches and ranks have different numbers of labels. In
+        # fp64, because a validation adds up many tokens.
         sums = torch.zeros(2, 1, dtype=torch.float64, device=self.device)
         names = ["loss"]
         for batch in self._as_batches(batches):
@@ -405,6 +423,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     """Group the parameters for the optimizer: weight decay skips biases and norms, which have
     one dimension.
     """
+    # By the whole shape, because under ZeRO-3 the parameter itself is an empty tensor of one
+    # dimension.
     flat = [parameter for parameter in model.parameters() if len(whole_shape(parameter)) < 2]
     matrices = [parameter for parameter in model.parameters() if len(whole_shape(parameter)) >= 2]
     groups = [

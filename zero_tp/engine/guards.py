@@ -46,6 +46,8 @@ def check_hooks(model: ParallelModel) -> None:
     """
     sums = model.gradient_hooks.sums
     for name, gradient_sum in sums.items():
+        # Not an exact number: a step has several micro-batches, and a layer's parameters may share
+        # one sum.
         if gradient_sum.fired == 0 and model.get_parameter(name).requires_grad:
             raise RuntimeError(
                 f"the gradient of {name} was not summed over tensor parallel ranks: its hook did "
@@ -62,7 +64,11 @@ def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
 
     One all-reduce a parameter; one synchronisation with the device. Under ZeRO-3 each DP rank
     compares its own partition, which covers the same elements on all TP ranks; partitions on NVMe
-    are not compared.
+    are not compared. For a norm's weight on two ranks:
+
+        rank 0        1.000   0.500        its maximum over ranks     1.000    0.501
+        rank 1        1.000   0.501        the maximum of -weight    -1.000   -0.500
+                                           their sum, the spread      0.000    0.001
 
     Raises:
         UserError: on every rank of a TP group that differs, naming the first such parameter.
@@ -77,14 +83,18 @@ def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
     }
     spreads = []
     for tensor in replicas.values():
+        # The negated copy makes the minimum a maximum: one all-reduce finds both.
         local = tensor.float().flatten()
         extremes = torch.stack((local, -local))
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=topology.tensor_group)
+        # A CPU's kernels add in a fixed order, so its replicas stay equal bit for bit.
         tolerance = 0.0 if tensor.device.type == "cpu" else ACCELERATOR_TOLERANCE[tensor.dtype]
         spreads.append(torch.stack(((extremes[0] + extremes[1]).max(), tolerance * extremes.max())))
     for name, (difference, allowed) in zip(replicas, _to_host(spreads), strict=True):
         if not difference <= allowed:  # nan is not
             when = f"after step {step}" if step else "at the start"
+            # All ranks of the group have the same extremes, so all raise, and none waits for
+            # another.
             raise UserError(
                 f"{when} parameter {name} differs between tensor parallel ranks by "
                 f"{difference:.3g} (allowed: "
@@ -124,6 +134,7 @@ def check_expert_choices(model: nn.Module, topology: Topology, step: int) -> Ite
     try:
         yield
     finally:
+        # Hooks of one forward only: their checksums cost a pass over all choices.
         for hook in hooks:
             hook.remove()
     differing = differ_over(topology.tensor_group, torch.stack(list(digests.values())))
@@ -154,6 +165,7 @@ def check_duplicates(zero: ZeroEngine, step: int) -> None:
     digests = {name: digest(tensor) for name, tensor in zero.replicated_tensors()}
     if not digests:
         return
+    # Over the world, so that every rank raises, also in DP groups without a fault.
     gathered = _all_gather_numbers(list(digests.values()), zero.model)
     for name, digest_by_rank in zip(digests, gathered, strict=True):
         for members in topology.data_members():
@@ -192,16 +204,20 @@ def check_reproducible(
     try:
         with deterministic_algorithms():
             for _ in range(2):
+                # Both runs draw the same dropout masks.
                 streams.load_state_dict(before)
+                # Not `backward`, which would accumulate into `.grad` and run DeepSpeed's reduction.
                 gradients = torch.autograd.grad(
                     run(), [parameter for _, parameter in named], allow_unused=True
                 )
                 digests.append(
+                    # Digests, so that the first run's gradients are freed before the second.
                     [0 if gradient is None else digest(gradient) for gradient in gradients]
                 )
     finally:
         streams.load_state_dict(before)
     pairs = enumerate(zip(*digests, strict=True))
+    # Only an index is exchanged, -1 for no difference: a rank's gradients are its own.
     first = next((index for index, (one, other) in pairs if one != other), -1)
     first_by_rank = _all_gather_numbers([first], model)[0]
     deviating = [rank for rank, index in enumerate(first_by_rank) if index >= 0]
@@ -230,6 +246,7 @@ def deterministic_algorithms() -> Iterator[None]:
     )
     torch.use_deterministic_algorithms(True)
     try:
+        # Without cuDNN's attention, which torch prefers on some devices.
         with sdpa_kernel(
             [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         ):
@@ -240,6 +257,7 @@ def deterministic_algorithms() -> Iterator[None]:
 
 def digest(tensor: Tensor) -> int:
     """Return 63 bits of a tensor's SHA-256."""
+    # 63 bits fit an int64 tensor, by which they are gathered.
     return int.from_bytes(hashlib.sha256(tensor_bytes(tensor)).digest()[:8], "little") >> 1
 
 
@@ -255,7 +273,11 @@ def _all_gather_numbers(numbers: Sequence[int], model: nn.Module) -> list[list[i
 
 
 def _deviating_ranks(digests: dict[int, int]) -> list[int]:
-    """Return the ranks whose digest is not the majority's; all ranks if there is no majority."""
+    """Return the ranks whose digest is not the majority's; all ranks if there is no majority.
+
+    Of the digests 7 7 9 the third rank's is odd; of 7 9 and of 7 7 9 9 nobody can say which are
+    right.
+    """
     if len(set(digests.values())) == 1:
         return []
     usual, count = Counter(digests.values()).most_common(1)[0]

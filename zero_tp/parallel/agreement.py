@@ -42,6 +42,7 @@ def require_same_on_all_ranks(values: Mapping[str, str]) -> None:
         UserError: on every rank, naming the ranks and their hosts.
     """
     own = dict(values)
+    # Sorted keys: ranks may have read the same values in another order.
     if (
         len(
             set(
@@ -52,6 +53,7 @@ def require_same_on_all_ranks(values: Mapping[str, str]) -> None:
     ):
         return
     ranks = all_gather_object((own, socket.gethostname()))
+    # A dict as an ordered set, so that every rank reports the same first difference.
     for name in {name: None for values_of_rank, _ in ranks for name in values_of_rank}:
         ranks_by_value: dict[str, list[int]] = {}
         for rank, (values_of_rank, _) in enumerate(ranks):
@@ -77,6 +79,7 @@ def on_rank_zero(work: Callable[[], T]) -> T:
         UserError: `work` raised it, or an `OSError`.
     """
     result: list[tuple[T | None, UserError | None]] = [(None, None)]
+    # An error travels as a value: if rank 0 raised it here, the others would wait in the broadcast.
     if dist.get_rank() == 0:
         try:
             result = [(work(), None)]
@@ -97,6 +100,7 @@ def check_on_all_ranks(check: Callable[[], None]) -> None:
     """Run a check on every rank; raise the `UserError` of the lowest failing rank on all of
     them. Collective.
     """
+    # Raised only after the exchange: a rank that left early would leave the others waiting in it.
     own: UserError | None = None
     try:
         check()
@@ -109,12 +113,14 @@ def check_on_all_ranks(check: Callable[[], None]) -> None:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor of any dtype."""
+    # By way of bytes, because numpy has no bfloat16.
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return a number of 63 bits that depends on each tensor's name, dtype, shape and bytes,
-    int64 on their device.
+    """Return a checksum of the tensors' names, dtypes, shapes and bytes.
+
+    It is a number of 63 bits, an int64 tensor [0-d] on their device, so the host waits for nothing.
     """
     signature = repr(
         [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
@@ -128,6 +134,8 @@ def checksum(tensors: Mapping[str, Tensor]) -> Tensor:
         # changes the sum.
         factors = (positions * 0x1E3779B97F4A7C15 + 2 * number).bitwise_xor(positions >> 7) | 1
         sums.append((content * factors).sum())
+    # Halved for `differ_over`, which negates: -2^63 has no positive counterpart in int64, so a
+    # difference from it could be missed.
     return (torch.stack(sums).sum() + total) >> 1
 
 
@@ -135,6 +143,7 @@ def differ_over(group: Group, numbers: Tensor) -> Tensor:
     """Return which integers differ between the group's ranks. [*] → bool [*]; one all-reduce of
     [2, *].
     """
+    # The maximum of the negated numbers is the negated minimum: one all-reduce finds both ends.
     extrema = torch.stack((numbers, -numbers))
     dist.all_reduce(extrema, dist.ReduceOp.MAX, group=group)
     return extrema[0] != -extrema[1]
@@ -172,6 +181,7 @@ def broadcast_rng_state(group: Group, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
+        # The first rank's own generators stay where these draws have moved them, as without TP.
         if group_rank(group) > 0:
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)

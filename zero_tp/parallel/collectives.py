@@ -4,6 +4,17 @@ Tensor parallelism uses f and f̄, sequence parallelism g and ḡ (arXiv 2205.05
 Each pair is conjugate: what one does forward the other does backward. A column-parallel layer runs
 f or g itself, and overlaps its backward with GEMMs (linear.py).
 
+With TP 2 and a sequence of 4 positions, rank 0 has the first line of each pair:
+
+    f, backward    [a0 a1 a2 a3]            [a0+b0 a1+b1 a2+b2 a3+b3]
+                   [b0 b1 b2 b3]     →      [a0+b0 a1+b1 a2+b2 a3+b3]
+
+    g, forward     [x0 x1]                  [x0 x1 x2 x3]
+                   [x2 x3]           →      [x0 x1 x2 x3]
+
+    ḡ, forward     [a0 a1 a2 a3]            [a0+b0 a1+b1]
+                   [b0 b1 b2 b3]     →      [a2+b2 a3+b3]
+
 Shapes: s sequence, b batch, h hidden, t TP size. Activations are [s, b, h]; a sequence shard is
 [s/t, b, h]. The group is always an argument; a group of one rank communicates nothing.
 """
@@ -50,6 +61,8 @@ class Pending:
         self._finish = finish
 
     def wait(self) -> Tensor:
+        # Cleared first, because a layer may wait twice (a column layer does, for its gather):
+        # `finish` changes the tensor in place and must run once.
         work = self._work
         finish = self._finish
         self._work = None
@@ -120,6 +133,8 @@ def _copy(tensor: Tensor, _: Group) -> Tensor:
 
 
 def _sum_copy(tensor: Tensor, group: Group) -> Tensor:
+    # A copy, because the sum is in place: autograd may hand the same gradient to other functions,
+    # and forward's tensor is still the caller's.
     return all_reduce(tensor.clone(memory_format=torch.contiguous_format), group)
 
 
@@ -147,6 +162,8 @@ def copy_to_tensor_region(tensor: Tensor, group: Group) -> Tensor:
     """Enter a tensor-parallel region (f): forward identity; backward all-reduce over the TP
     group. [*] → [*].
     """
+    # Each rank multiplies the whole input by its shard of the weight, so the input's gradient is
+    # the sum of the ranks' gradients.
     return _conjugate(tensor, group, _copy, _sum_copy)
 
 
@@ -154,6 +171,8 @@ def reduce_from_tensor_region(tensor: Tensor, group: Group) -> Tensor:
     """Leave a tensor-parallel region (f̄): forward all-reduce over the TP group; backward
     identity. [*] → [*].
     """
+    # Of y = Σ yᵢ the derivative by each yᵢ is 1, and every rank already has the whole gradient of
+    # y.
     return _conjugate(tensor, group, _sum_copy, _copy)
 
 
@@ -161,6 +180,8 @@ def gather_from_sequence_region(tensor: Tensor, group: Group) -> Tensor:
     """Gather (g): forward all-gather along the sequence, backward reduce-scatter. [s/t, b, h] →
     [s, b, h].
     """
+    # Each rank has used the whole sequence: the gradient of a shard is the sum of what all ranks
+    # have computed for it.
     return _conjugate(tensor, group, all_gather, reduce_scatter)
 
 
@@ -168,6 +189,8 @@ def reduce_scatter_to_sequence_region(tensor: Tensor, group: Group) -> Tensor:
     """Scatter sums (ḡ): forward reduce-scatter along the sequence, backward all-gather. [s, b,
     h] → [s/t, b, h].
     """
+    # A rank's addend of the whole sequence reaches the shards of all ranks, so it needs all of
+    # their gradients.
     return _conjugate(tensor, group, reduce_scatter, all_gather)
 
 
@@ -178,12 +201,19 @@ def gather_rows(tensor: Tensor, positions: Tensor, group: Group, *, sequence: bo
     Under SP each rank contributes its own rows and zeros for the others (f̄): forward all-reduce of
     [n, h], backward identity, because every rank has the whole gradient of the rows.
 
+    With TP 2, a sequence of 6 and one row of the batch, positions 1, 4, 5 are, before the sum:
+
+        rank 0 (positions 0 to 2)    x1  0   0
+        rank 1 (positions 3 to 5)    0   x4  x5
+
     Args:
         positions: row indices of the whole tensor with its first two dimensions flattened, [n].
     """
     rows = tensor.flatten(0, 1)
     if not sequence or group_size(group) == 1:
         return rows[positions]
+    # Row 0 stands for another rank's row, because an index must be in range; its values are masked,
+    # and so are their gradients.
     local = positions - group_rank(group) * len(rows)
     remote = (local < 0) | (local >= len(rows))
     partial_rows = rows[local.masked_fill(remote, 0)].masked_fill(remote.unsqueeze(1), 0.0)

@@ -324,8 +324,9 @@ NAMES = (*(name for row in DEVICES for name in row.memory_gib), "cpu")
 
 
 def named_device(name: str, ranks: int = 1) -> Device:
-    """Return a device by its name, ignoring case; "h100" is enough if the table has one size
-    ("v100": 32 GB).
+    """Return a device by its name, ignoring case.
+
+    "h100" is enough if the table has one size; "v100" is the one with 32 GB.
 
     Args:
         name: one of NAMES, or the path of a .json file that describes a device.
@@ -370,6 +371,7 @@ def _cpu_device(ranks: int) -> Device:
     are rough.
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    # Ranks on CPUs share cores and bandwidth, so a plan for N of them divides both.
     cores_per_rank = (os.cpu_count() or 1) / ranks
     share = min(1.0, cores_per_rank)
     return Device(
@@ -392,8 +394,9 @@ def _cpu_device(ranks: int) -> Device:
 
 
 def find_device_spec(name: str) -> DeviceSpec | None:
-    """Return the table's row for a device name of torch; None for an unknown device and for a
-    MIG slice.
+    """Return the table's row for a device name of torch.
+
+    None for an unknown device, and for a MIG slice, which has a part of its device's rates.
     """
     if re.search(r"\bMIG\b", name):
         return None

@@ -22,6 +22,12 @@ from zero_tp.parallel.parameter import Normal, ParameterMaker
 class VocabParallelEmbedding(nn.Module):
     """Look up this rank's rows, then sum over TP: all-reduce (f̄), or under SP reduce-scatter (ḡ).
 
+    With 5 tokens and TP 2, rank 0 holds rows 0 to 2, rank 1 rows 3 and 4. Of the tokens 4, 1, 3:
+
+        rank 0    0   e1  0
+        rank 1    e4  0   e3
+        sum       e4  e1  e3
+
     Args:
         padding_token: its row starts as zeros and gets no gradient, as in torch's Embedding.
     """
@@ -44,6 +50,7 @@ class VocabParallelEmbedding(nn.Module):
         self.first, self.count = vocab_shard_range(
             vocabulary, make.topology.tensor_rank, make.topology.tensor
         )
+        # Only the rank that holds the padding token's row leaves its gradient out.
         row = -1 if padding_token is None else padding_token - self.first
         self.padding_row = row if 0 <= row < self.count else None
 
@@ -53,7 +60,11 @@ class VocabParallelEmbedding(nn.Module):
             return F.embedding(tokens, self.weight, self.padding_row)
         local = tokens - self.first
         remote = (local < 0) | (local >= self.count)
+        # Row 0 stands for tokens of other ranks, because an index must be in range. Masking its
+        # values also keeps their gradients from row 0.
         embedded = F.embedding(local.masked_fill(remote, 0), self.weight, self.padding_row)
         embedded = embedded.masked_fill(remote.unsqueeze(-1), 0.0)
+        # Under SP the next norm needs this rank's positions only. A ring's all-reduce is a
+        # reduce-scatter and an all-gather, so this sends half as much.
         reduce = reduce_scatter_to_sequence_region if sequence else reduce_from_tensor_region
         return reduce(embedded, self.group)

@@ -26,7 +26,7 @@ class GradientSum:
     parameters get a hook.
 
     Attributes:
-        fired: number of sums since `training.guards.check_hooks` last reset it.
+        fired: number of sums since `engine.guards.check_hooks` last reset it.
     """
 
     def __init__(self, group: Group):
@@ -36,6 +36,8 @@ class GradientSum:
     def start(self, *gradients: Tensor, async_op: bool = True) -> Pending:
         """Start one all-reduce for n gradients of the same shape. n × [*] → [n, *]."""
         self.fired += 1
+        # One message for a layer's weight and bias. Stacking also copies: a hook must not change
+        # the gradient that it is given.
         return start_all_reduce(torch.stack(gradients), self.group, async_op=async_op)
 
 
@@ -64,6 +66,8 @@ class GradientHooks:
 
 def _register_sum(parameter: nn.Parameter, group: Group) -> GradientSum:
     gradient_sum = GradientSum(group)
+    # This hook runs before torch accumulates the gradient, and DeepSpeed's after it: so DeepSpeed
+    # reduces the sum over DP. The hook has to return the sum, so it waits for it.
     parameter.register_hook(lambda gradient: gradient_sum.start(gradient, async_op=False).wait()[0])
     return gradient_sum
 
@@ -71,6 +75,8 @@ def _register_sum(parameter: nn.Parameter, group: Group) -> GradientSum:
 @torch.no_grad()
 def sum_of_squares(tensor: Tensor) -> Tensor:
     """Return the sum of the squares of all elements, fp64 scalar."""
+    # In fp64, because torch's fp32 norm was off by 1e-4 on a CPU. In chunks, because a whole copy
+    # in fp64 would take 8 bytes an element.
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     column = tensor.reshape(-1, 1)
     for chunk in CHUNKED.chunks(column, _ACCELERATOR_ELEMENTS):
@@ -82,11 +88,17 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
 def gradient_norm(parameters: Iterable[nn.Parameter], topology: Topology) -> Tensor:
     """Return the 2-norm of all gradients of the model, fp64 scalar, equal on all TP ranks.
 
-    Shards count on every rank, replicated parameters once. All-reduce of one number over TP.
+    Shards count on every rank, replicated parameters once. All-reduce of one number over TP. For a
+    norm's weight and a matrix split over TP 2, the squares are:
+
+        rank 0    |norm|² + |shard 0|²
+        rank 1              |shard 1|²
     """
     parameters = list(parameters)
     total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     for parameter in parameters:
+        # A replicated gradient is the same on all ranks (the hooks have summed partial ones):
+        # counted on each rank, its part of the norm would be √t times too large.
         if parameter.grad is not None and (
             isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0
         ):
@@ -97,9 +109,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter], topology: Topology) -> Ten
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
     """Scale all gradients by min(1, limit / (norm + 1e-6)), as DeepSpeed and torch do."""
-    factor = limit / (
-        norm + 1e-6
-    )  # a Python float: a tensor would be rounded to the gradients' dtype
+    # A Python float, because a tensor would be rounded to the gradients' dtype.
+    factor = limit / (norm + 1e-6)
     if factor < 1:
         for parameter in parameters:
             if parameter.grad is not None:

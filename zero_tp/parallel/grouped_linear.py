@@ -1,6 +1,6 @@
-"""Linear layers of E groups, such as experts: rows are sorted by group, and each is multiplied by
-its group's matrix.
+"""Linear layers of E groups, such as experts.
 
+Rows are sorted by group, and each is multiplied by its group's matrix.
 n tokens, each copied to k groups; the rows are these copies, sorted by group. i, o: features of
 this rank's shard.
 
@@ -26,6 +26,14 @@ from zero_tp.parallel.parameter import Normal, ParameterMaker
 class Routing(NamedTuple):
     """The permutation that sorts the copies of tokens by group, and its inverse.
 
+    Of tokens a, b, c with k 2, whose groups are (0, 2), (1, 2), (0, 1), the copies 0 to 5 are
+    a a b b c c:
+
+        rows           a c | b c | a b       of groups 0, 1 and 2
+        copy_of_row    0 4   2 5   1 3
+        row_of_copy    [[0, 4], [2, 5], [1, 3]]
+        ends           2, 4, 6
+
     Attributes:
         copy_of_row: copy number of each row, int64 [n·k]; copies 0 to k - 1 are of token 0, and so
             on.
@@ -43,9 +51,13 @@ class Routing(NamedTuple):
         `count`.
         """
         flat = groups.flatten()
+        # Stable, so that a group's rows are in the order of tokens on every rank and in every run:
+        # sums then have one order.
         copy_of_row = flat.argsort(stable=True)
+        # Not `bincount`, which reads the greatest group on the host, and would wait for the device.
         sizes = torch.zeros(count, dtype=torch.int64, device=flat.device)
         sizes = sizes.scatter_add_(0, flat, torch.ones_like(flat))
+        # F.grouped_mm takes ends in int32 only.
         return cls(
             copy_of_row, copy_of_row.argsort().view_as(groups), sizes.cumsum(0, dtype=torch.int32)
         )
@@ -86,6 +98,7 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Multiply each row by its group's matrix. [n·k, i], [E, i, o] → [n·k, o]."""
     if _has_grouped_kernel(rows, matrices, matrices.mT):
         return F.grouped_mm(rows, matrices, offs=ends)
+    # No row is left unwritten: the last group's end is the number of rows.
     output = rows.new_empty(len(rows), matrices.shape[2])
     for number, part in _group_slices(ends, len(rows)):
         torch.mm(rows[part], matrices[number], out=output[part])
@@ -96,9 +109,8 @@ def grouped_outer_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Return leftᵀ · right of each group's rows. [n·k, o], [n·k, i] → [E, o, i]."""
     if _has_grouped_kernel(left, right):
         return F.grouped_mm(left.t(), right, offs=ends)
-    output = left.new_zeros(
-        len(ends), left.shape[1], right.shape[1]
-    )  # a group without rows has zeros
+    # Zeros, because a group may have no rows.
+    output = left.new_zeros(len(ends), left.shape[1], right.shape[1])
     for number, part in _group_slices(ends, len(left)):
         torch.mm(left[part].t(), right[part], out=output[number])
     return output
@@ -125,7 +137,10 @@ class _ColumnParallelGrouped(torch.autograd.Function):
         tensor, weight, *sorting = ctx.saved_tensors
         routing = Routing(*sorting)
         needs_input, needs_weight = ctx.needs_input_grad[:2]
+        # F.grouped_mm refuses an expanded gradient, such as a sum's.
         gradient = gradient.contiguous()
+        # As in a column layer (linear.py): the gather runs during the input-gradient product, the
+        # reduce-scatter during the weight-gradient product.
         gathering = start_all_gather(tensor, ctx.group) if ctx.sequence and needs_weight else None
         input_gradient = weight_gradient = reducing = None
         if needs_input:
@@ -133,9 +148,8 @@ class _ColumnParallelGrouped(torch.autograd.Function):
             input_gradient = (
                 row_gradient[routing.row_of_copy].sum(1).unflatten(0, (-1, tensor.shape[1]))
             )
-        whole = (
-            tensor if gathering is None else gathering.wait()
-        )  # before the next collective starts
+        # Before the next collective starts, so that all ranks have one order of collectives.
+        whole = tensor if gathering is None else gathering.wait()
         if input_gradient is not None and ctx.sequence:
             reducing = start_reduce_scatter(input_gradient, ctx.group)
         if needs_weight:
@@ -170,8 +184,11 @@ class _RowParallelGrouped(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, routing_weights, *sorting = ctx.saved_tensors
         routing = Routing(*sorting)
+        # Every copy of a token gets the token's gradient, in the order of rows.
         copies = gradient[routing.token_of_row]
         sorted_weights = routing_weights.flatten()[routing.copy_of_row].unsqueeze(1)
+        # One product serves two gradients: times the routing weight it is the row's, times the row
+        # the routing weight's.
         unweighted = grouped_product(copies, weight, routing.ends)
         routing_gradient = (unweighted.float() * rows).sum(1)[routing.row_of_copy]
         row_gradient = (unweighted * sorted_weights).to(rows.dtype)

@@ -15,8 +15,11 @@ class HostCopy:
         self._values = tensor
         self._copy_done = None
         if tensor.device.type != "cpu":
+            # Only a copy to page-locked memory is asynchronous; any other would wait for the device
+            # here.
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._values.copy_(tensor, non_blocking=True)
+            # An event, so that `wait` does not wait for what the stream is given later.
             self._copy_done = (
                 torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
             )

@@ -20,8 +20,13 @@ from zero_tp.parallel.topology import Topology
 
 @dataclass(frozen=True)
 class Sharded:
-    """Split along `dim`; `parts` are the whole sizes of fused pieces (Q, K, V; gate, up), each
-    split by itself.
+    """Split along `dim`, each of the `parts` by itself.
+
+    `parts` are the whole sizes of fused pieces: Q, K and V, or gate and up. With parts (4, 2, 2),
+    heads of Q, K and V, TP 2 gives each rank a half of every part:
+
+        rank 0    q0 q1 k0 v0      one cut through the middle would give it q0 q1 q2 q3,
+        rank 1    q2 q3 k1 v1      queries without their keys and values
 
     `padded` parts (the vocabulary) need not divide by the TP size: each rank holds ⌈part / t⌉, and
     the last ranks' surplus is zeros.
@@ -66,6 +71,7 @@ class Sharded:
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """Return the whole tensor from every rank's piece in TP order; padding is dropped."""
         shape = list(shards[0].shape)
+        # Of the parts, not of the shards, which may be padded.
         shape[self.dim] = sum(self.parts)
         whole = shards[0].new_empty(shape)
         for rank, shard in enumerate(shards):
@@ -85,6 +91,9 @@ class Replicated:
 
     `identical`: each rank computes the whole gradient. `partial`: each computes the part of its
     sequence shard or its heads, and a GradientSum adds the parts over TP.
+
+        a norm without SP     both ranks see tokens 0 to 7: each gradient is whole (identical)
+        a norm under SP       rank 0 sees tokens 0 to 3, rank 1 4 to 7: a part each (partial)
     """
 
     gradient: Literal["identical", "partial"] = "identical"
@@ -109,6 +118,7 @@ Layout = Sharded | Replicated
 
 def split_vocabulary(size: int) -> Sharded:
     """Return the layout of a weight with one row per token."""
+    # Padded, because a vocabulary need not divide: GPT-2's 50,257 tokens are an odd number.
     return Sharded(0, (size,), padded=True)
 
 
@@ -184,6 +194,8 @@ def audit(
     for name, parameter in model.named_parameters():
         layout = layout_of(parameter, f"parameter {name}")
         init_name = getattr(parameter, "init_name", None)
+        # The maker's name seeds the initial values and finds them in files; checkpoints use the
+        # module's. The two have to agree.
         if init_name != name:
             raise ValueError(f"parameter {name}: it was initialised as {init_name}")
         expected = layout.local_shape(whole_shape(parameter), topology.tensor)

@@ -17,6 +17,13 @@ Communication of one layer, forward and backward, over the TP group:
 The bias of a row layer is added once, after the reduction. Under SP its gradient is summed from the
 gathered output gradient, so every rank has the whole of it without more communication.
 
+Backward of a column layer under SP, X = g(shard), Y = X Wᵀ, in the order of time:
+
+    GEMM           dX = dY W                         dW = dYᵀ X
+    collective     all-gather of the shard, X ²      reduce-scatter of dX ¹
+
+Without SP the input X was saved whole, and the all-reduce of dX runs during dW's GEMM.
+
 ¹ during the weight-gradient GEMM. ² during the input-gradient GEMM. ³ during the GEMM of the rank's
 own rows.
 """
@@ -45,6 +52,8 @@ from zero_tp.parallel.layout import Replicated, Sharded
 from zero_tp.parallel.parameter import ConstantInit, Normal, ParameterMaker
 from zero_tp.parallel.topology import Topology
 
+# 2,048 rows of 768 in bf16 by a matrix of 2,048 columns, on two ranks: 16.6 ms, and 19.4 ms
+# gathered first. The product alone takes 15.2 ms (benchmarks/tried.md).
 OWN_ROWS_FIRST = True
 """Multiply a rank's own rows while the others are gathered; otherwise all rows at once
 afterwards.
@@ -68,7 +77,12 @@ def _all_gather_matmul(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """All-gather a sequence shard; multiply its own rows while the rest arrives (`OWN_ROWS_FIRST`).
 
-    Each row equals the same row of a single GEMM over all rows, up to the order of its sums.
+    Each row equals the same row of a single GEMM over all rows, up to the order of its sums. On
+    rank 1 of 3, where x0, x1, x2 are the ranks' shards:
+
+        gather       .  x1  .            x0 x1 x2
+        products     .  y1  .            y0 .  y2         each is written at its place in [s, b, o]
+                     while it runs       after it
 
     Args:
         shard: [s/t, b, i].
@@ -88,6 +102,8 @@ def _all_gather_matmul(
 
     def multiply(first: int, end: int, factor: Tensor) -> None:
         for output, matrix, bias in zip(outputs, matrices, biases, strict=True):
+            # A view of the output, so that the products need no concatenation. addmm rounds once,
+            # after the bias, as `_linear` does.
             product = output[first:end].flatten(0, 1)
             if bias is None:
                 torch.mm(factor.flatten(0, 1), matrix, out=product)
@@ -106,11 +122,16 @@ def _all_gather_matmul(
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """Compute Y_j = X W_jᵀ + b_j for one or several weights; collectives of X and its gradient
-    overlap with GEMMs.
+    """Compute Y_j = X W_jᵀ + b_j for one or several weights.
 
+    Collectives of X and its gradient overlap with GEMMs (the module's table).
     Under SP only the input shard X_i is saved for backward, which gathers the whole input again.
-    `rows` are the used rows of each weight (None: all); the gradient of the others is zero.
+    `rows` are the used rows of each weight (None: all); the gradient of the others is zero. With 8
+    query heads, 2 KV heads and TP 4, every rank has the whole K, and uses the rows of one head:
+
+        rank 0: head 0    rank 1: head 0    rank 2: head 1    rank 3: head 1
+
+    The zeros let a gradient hook sum the heads' gradients over TP.
     """
 
     @staticmethod
@@ -147,6 +168,8 @@ class _ColumnParallel(torch.autograd.Function):
         needs = ctx.needs_input_grad[4:]
         needs_weights = needs[: len(weights)]
         needs_biases = needs[len(weights) :]
+        # Once here: both GEMMs need it as one matrix, and each would copy a strided gradient for
+        # itself.
         gradients = tuple(gradient.contiguous() for gradient in gradients)
         gathering = (
             start_all_gather(tensor, ctx.group) if ctx.sequence and any(needs_weights) else None
@@ -155,6 +178,8 @@ class _ColumnParallel(torch.autograd.Function):
         if needs_input:
             layers = zip(gradients, weights, ctx.rows, strict=True)
             pairs = [(gradient, _used_rows(weight, used)) for gradient, weight, used in layers]
+            # The gradients of several weights are added before they are sent: one collective, as
+            # forward had one f or g. Added one by one, only two of these tensors exist at a time.
             start = start_reduce_scatter if ctx.sequence else start_all_reduce
             input_gradient = reduce(Tensor.add_, (gradient @ weight for gradient, weight in pairs))
             if gathering is not None:
@@ -193,7 +218,9 @@ def _pad_rows(gradient: Tensor, rows: slice | None, total: int) -> Tensor:
 
 
 class _RowParallel(torch.autograd.Function):
-    """Compute f̄(X Wᵀ) + b, [s, b, i/t] → [s, b, o], or under SP ḡ(X Wᵀ) + b → [s/t, b, o].
+    """Compute f̄(X Wᵀ) + b, or under SP ḡ(X Wᵀ) + b.
+
+    [s, b, i/t] → [s, b, o], or [s/t, b, o] under SP.
 
     X is saved as it is. `F.linear` would save a contiguous copy of a strided X, such as the output
     of fused attention: 2sbh/t more bytes.
@@ -212,6 +239,7 @@ class _RowParallel(torch.autograd.Function):
         rows = tensor.shape[:2]
         if group_size(group) == 1:
             return F.linear(matrix, weight, bias).unflatten(0, rows)
+        # Without the bias: the sum over TP would contain it t times.
         partial = F.linear(matrix, weight).unflatten(0, rows)
         output = reduce_scatter(partial, group) if sequence else all_reduce(partial, group)
         return output if bias is None else output.add_(bias)
@@ -220,6 +248,8 @@ class _RowParallel(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tensor, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # Backward of ḡ is a gather of dY, which both GEMMs need whole. Without SP f̄'s backward is
+        # the identity: nothing is sent.
         if ctx.sequence:
             matrices = [weight] if needs_input else []
             no_biases = [None] * len(matrices)
@@ -301,6 +331,8 @@ class RowParallelLinear(nn.Module):
     ):
         super().__init__()
         self.topology = make.topology
+        # Its columns meet the features that the column layer before it has left on this rank, so
+        # nothing is sent between the two (arXiv 1909.08053, section 3).
         self.weight = make.parameter("weight", (outputs, inputs), Sharded(1, (inputs,)), init)
         self.bias = (
             make.parameter("bias", (outputs,), Replicated(), ConstantInit(0.0)) if bias else None

@@ -8,7 +8,12 @@ a block.
 Forward computes the gradients too, block by block; backward only scales them. That saves a second
 logits GEMM, and the gradient's TP communication happens once, in forward. The weight's gradient
 lives from forward until backward. A block's logits become probability - target in place, in slices
-that fit a cache, before one GEMM for each gradient.
+that fit a cache, before one GEMM for each gradient. For x = hidden Wᵀ, one row and its label y:
+
+    loss      -log p_y        with p_j = exp(x_j) / Σ exp(x), summed over all ranks' columns
+    d/dx      p - e_y         in the place of x; e_y is 1 at column y, on the rank that has it
+    d/dh      (p - e_y) W     a part on each rank, so it is summed over TP
+    d/dW      (p - e_y)ᵀ h    this rank's rows only: nothing is sent
 """
 
 from __future__ import annotations
@@ -57,12 +62,17 @@ def block_positions(sequence: int, batch: int, rows: int, columns: int, dtype: t
     """
     if dtype == torch.bfloat16 and sequence * batch <= 2 * columns:
         return sequence
+    # Blocks of nearly equal length: 9 positions with a limit of 4 are 3 + 3 + 3 and not 4 + 4 + 1,
+    # whose last GEMM would be too small to be fast.
     limit = max(1, max(BLOCK_ELEMENTS // max(1, rows), columns) // batch)
     return math.ceil(sequence / math.ceil(sequence / limit))
 
 
 def nonzero_divisor(divisor: Tensor | float) -> Tensor | float:
-    """Return the divisor of a sum of losses, with 1 instead of 0: the mean over no label is 0."""
+    """Return the divisor of a sum of losses, with 1 instead of 0.
+
+    So the mean over no label is 0.
+    """
     return divisor.masked_fill(divisor == 0, 1) if isinstance(divisor, Tensor) else divisor or 1
 
 
@@ -74,14 +84,17 @@ def accumulates_in_fp32(sequence: int, positions: int, dtype: torch.dtype) -> bo
 
 
 def shard_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, valid: int) -> Tensor:
-    """Return the logits in fp32, [n, h] × [v/t, h] → [n, v/t]; padded rows (from `valid` on) get
-    no probability.
+    """Return the logits in fp32. [n, h] × [v/t, h] → [n, v/t].
+
+    Padded rows of the weight, from `valid` on, get no probability.
     """
     return _mask_padding_(F.linear(hidden, weight, bias).float(), valid)
 
 
 def _mask_padding_(logits: Tensor, valid: int) -> Tensor:
     if valid < logits.shape[1]:
+        # The smallest number and not -inf: on a rank that has padding alone -inf - -inf is nan.
+        # This one's sum is scaled by exp(smallest - greatest), which is 0.
         logits[:, valid:] = torch.finfo(torch.float32).min
     return logits
 
@@ -109,6 +122,8 @@ class Softmax(NamedTuple):
                 [n, *].
         """
         is_greatest = self.maxima == self.greatest
+        # Ranks hold ascending ranges of tokens, so the first rank with the maximum has the lowest
+        # token.
         first = is_greatest & (is_greatest.cumsum(0) == 1)
         return (first.view(*first.shape, *(1,) * (is_local_argmax.ndim - 2)) & is_local_argmax).any(
             0
@@ -118,6 +133,12 @@ class Softmax(NamedTuple):
 def all_gather_softmax(maximum: Tensor, total: Tensor, extra: Tensor, group: Group) -> Softmax:
     """Exchange maxima and sums over TP for the softmax of the whole vocabulary. One all-gather of
     [2 + m, n].
+
+    A rank's sum is relative to its own maximum, and moves to the greatest of all:
+
+        logits     1, 3 on rank 0          2, 0 on rank 1
+        sent       3, exp(-2) + 1          2, 1 + exp(-2)
+        total      (exp(-2) + 1) exp(3 - 3) + (1 + exp(-2)) exp(2 - 3)
 
     Args:
         maximum: of each row of this rank's logits, [n].
@@ -175,9 +196,11 @@ def _log_probability(
         .float()
         .masked_fill(target < 0, 0.0)
     )
+    # The maximum is subtracted so that exp cannot overflow in fp32, which ends at exp(88.7).
     maximum, total = ops.map_rows(
         _max_and_sum_exp, (logits,), valid, accelerator_elements=SLICE_ELEMENTS
     )
+    # Zero on all ranks but the target's, so the gathered ones add up to the target's logit.
     extra = target_logit.unsqueeze(0)
     if accuracy:
         is_local_argmax = (
@@ -195,11 +218,18 @@ def _to_logit_gradients_(
 ) -> None:
     """Turn `logits` [n, v/t] into probability - target in place, each rounded once.
 
+    With 4 columns on this rank, rows whose target is column 2 and on another rank:
+
+        target  2     p0   p1   p2 - 1   p3
+        target -1     p0   p1   p2       p3
+
     Dividing by the number of tokens here would round every target in the same direction: a bias of
     up to 0.4 % in bf16.
     """
     column = target.clamp(min=0).unsqueeze(1)
     is_here = (target >= 0).float().unsqueeze(1)
+    # Before the logits are overwritten, and in fp32: in bf16 a probability of 0.999 is 1, and p - 1
+    # would be 0 instead of -0.001.
     difference = _probabilities(logits.gather(1, column), maximum, factor, valid) - is_here
     ops.map_rows(
         _to_probabilities_, (logits, maximum, factor), valid, accelerator_elements=SLICE_ELEMENTS
@@ -226,15 +256,16 @@ def _add_product_(
         return
     is_fp16 = first.dtype == torch.float16
     second = second.float() if is_fp16 else second
+    # In slices of rows, because the product needs a tensor of its own here: a whole one would be as
+    # large as the weight.
     step = max(1, BLOCK_ELEMENTS // second.shape[1])
     for start in ops.chunk_starts(first.shape[1], step):
         rows = slice(start, start + step)
         if is_fp16:
             total[rows].addmm_(first[:, rows].t().float(), second)
         else:
-            total[rows].add_(
-                first[:, rows].t() @ second
-            )  # `+=` would also copy the rows onto themselves
+            # `+=` would also copy the rows onto themselves.
+            total[rows].add_(first[:, rows].t() @ second)
 
 
 def _scaled(tensor: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -249,8 +280,9 @@ def _scaled(tensor: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor 
 
 
 def _divisor(divisor: Tensor | float | None, counted: Tensor, hidden: Tensor) -> Tensor:
-    """Return the number that the sum of the losses is divided by, fp32 on the device; by default
-    the counted labels.
+    """Return the number that the sum of the losses is divided by, fp32 [0-d] on the device.
+
+    By default it is the number of counted labels.
     """
     divisor = counted.sum() if divisor is None else nonzero_divisor(divisor)
     if not isinstance(divisor, Tensor):
@@ -292,6 +324,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         differentiate: bool,
         ops: ElementwiseOps,
     ) -> tuple[Tensor, Tensor]:
+        """Return (loss, number of labels that are the argmax), and save the gradients.
+
+        - `needs_input_grad` says what the tensors require, under `no_grad` too: `differentiate` is
+          false there.
+        - Every rank has all labels, so the denominator needs no communication.
+        - An ignored row adds nothing to any gradient: its factor, and so its probabilities, are 0,
+          and it has no target.
+        - At the end comes the backward of f or g: each rank's columns of the vocabulary have given
+          a part of the hidden gradient.
+        """
         if sequence:
             hidden = all_gather(hidden, group)
         length, batch, _ = hidden.shape
@@ -392,6 +434,7 @@ def vocab_parallel_cross_entropy(
         fp32 scalars, equal on all TP ranks. The loss is nan if every label is ignored, as in torch,
         but 0 with a `divisor`.
     """
+    # Grad mode is passed on, because torch disables it inside an autograd function's forward.
     options = (
         vocabulary,
         ignore_index,
@@ -415,5 +458,7 @@ def vocab_parallel_logits(
     local = F.linear(hidden, weight, bias).detach()
     if group_size(group) == 1:
         return local[..., :vocabulary]
+    # All ranks before the one of the last token are full, so the padding is at the end, and one cut
+    # drops it.
     gathered = all_gather(local.unsqueeze(0), group)  # [t, s, b, v/t]
     return gathered.movedim(0, 2).flatten(2, 3)[..., :vocabulary]

@@ -3,7 +3,14 @@
 Initial weights are the same for every TP size. A parameter is drawn on the CPU in fp32, in blocks
 of rows along the split dimension; every block has its own generator, seeded by (run seed, parameter
 name, block). A rank draws only the blocks of its shard, and TP 1, 2 and 4 start from the same bits.
-Data-parallel ranks hold the same shards, so one of them draws each block.
+Data-parallel ranks hold the same shards, so one of them draws each block. Of 160 rows in blocks of
+64, at TP 2:
+
+    blocks        0: rows 0 to 63      1: rows 64 to 127      2: rows 128 to 159
+    TP rank 0     all of it            its first 16 rows
+    TP rank 1                          its last 48 rows       all of it
+
+Both draw block 1 whole, and each keeps its rows.
 """
 
 from __future__ import annotations
@@ -81,6 +88,7 @@ class SeededInit:
             return
         spans = layout.spans(whole, topology.tensor_rank, topology.tensor)
         zero_padding(local, spans)
+        # Blocks run along the split dimension, so that a shard consists of few of them.
         rows = local.movedim(layout.dim, 0)
         for span in spans[layout.dim]:
             self._draw(rows[span.local], name, span.whole_start, whole[layout.dim], init)
@@ -96,6 +104,7 @@ class SeededInit:
             target = rows[max(first - start, 0) : last - start]
             if not len(target):
                 continue
+            # A seed for each block: no rank has to draw what lies before its shard.
             digest = hashlib.sha256(f"{self.seed}/{name}/{block}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             # zero.Init patches torch.empty and others to use the run's dtype, but not torch.normal.
@@ -110,11 +119,13 @@ class SeededInit:
 
 @dataclass(frozen=True)
 class ShardedSeededInit(SeededInit):
-    """Draw each block of the same weights on one rank of a group; gather all blocks on the group's
-    first rank.
+    """Draw each block of the same weights on one rank of a group, and gather them on its first one.
 
     Only the group's first rank has all values; broadcast them before use. All ranks of the group
-    must make the same shards in the same order.
+    must make the same shards in the same order. Of 5 blocks, 2 ranks draw 3 and 2:
+
+        rank 0    0 1 2        →    0 1 2 3 4
+        rank 1          3 4
     """
 
     group: Group
@@ -127,11 +138,14 @@ class ShardedSeededInit(SeededInit):
         first = start // BLOCK_ROWS
         last = -(-stop // BLOCK_ROWS)
         blocks = [first + -(-(last - first) * index // ranks) for index in range(ranks + 1)]
+        # A shard may begin or end inside a block; only its own rows are sent.
         bounds = [min(max(block * BLOCK_ROWS, start), stop) - start for block in blocks]
         own = rows[bounds[rank] : bounds[rank + 1]]
         super()._draw(own, name, start + bounds[rank], total, init)
         if ranks == 1:
             return
+        # To the first rank alone, because DeepSpeed broadcasts that rank's weights over DP in any
+        # case. An all-to-all, because the ranks send different numbers of rows.
         rows_sent = [0] * ranks
         rows_received = [0] * ranks
         if rank == 0:

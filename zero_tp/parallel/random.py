@@ -2,7 +2,13 @@
 
 Tensor-parallel ranks must drop the same elements in replicated regions (residual dropout without
 SP) and different ones in split regions (attention; everything under SP): arXiv 1909.08053, section
-3.
+3. With TP 2 × DP 2 and run seed S, the seeds are hashes (`Topology.seed`) of:
+
+    rank           SHARED          PER_RANK
+    DP 0, TP 0     S/0/shared      S/0/0
+    DP 0, TP 1     S/0/shared      S/0/1
+    DP 1, TP 0     S/1/shared      S/1/0
+    DP 1, TP 1     S/1/shared      S/1/1
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ PER_RANK = "per_rank"
 @contextmanager
 def _copied_state(generator: torch.Generator) -> Iterator[None]:
     """Let the CPU's default generator draw from `generator`, by copying states."""
+    # The CPU's generators cannot share a state as CUDA's can; a copied state has 5,056 bytes.
     default = torch.default_generator
     before = default.get_state()
     default.set_state(generator.get_state())
@@ -38,6 +45,7 @@ def _shared_state(generator: torch.Generator) -> Iterator[None]:
     """Let the CUDA device's default generator draw from `generator`, by pointing it at the same
     state.
     """
+    # After the block, the draws have advanced the shared state itself, so nothing is copied back.
     default = torch.cuda.default_generators[generator.device.index]
     before = default.graphsafe_get_state()
     default.graphsafe_set_state(generator)
@@ -86,11 +94,14 @@ class RandomStreams:
 
     def snapshot(self) -> dict[str, torch.Generator]:
         """Return copies of the streams, for `replaying`."""
+        # Copies, because the streams go on drawing until backward replays a forward.
         return {name: generator.clone_state() for name, generator in self._generators.items()}
 
     @contextmanager
     def replaying(self, snapshot: dict[str, torch.Generator]) -> Iterator[None]:
         """Repeat the draws that followed the snapshot; then restore the streams."""
+        # The snapshot is copied once more, so that it can be replayed again. The streams themselves
+        # do not move, as backward is not a new draw of the run.
         current = self._generators
         self._generators = {name: state.clone_state() for name, state in snapshot.items()}
         try:
@@ -124,6 +135,7 @@ class Dropout(nn.Module):
         self.stream = stream
 
     def forward(self, tensor: Tensor) -> Tensor:
+        # Nothing is drawn either, so that evaluation does not move the streams of training.
         if self.p == 0.0 or not self.training:
             return tensor
         with self.streams.use(self.stream):

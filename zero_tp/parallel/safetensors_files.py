@@ -64,6 +64,7 @@ class _PartHasher:
 
     def _submit(self) -> None:
         self._pending.append(self._threads.submit(hashlib.sha256, self._part))
+        # A new buffer, because a thread still reads the old one.
         self._part = bytearray()
         if len(self._pending) > HASHING_THREADS + 1:  # a few parts are in memory at a time
             self._done.append(self._pending.popleft().result().digest())
@@ -112,6 +113,8 @@ def write_tensors(
             if hashed:
                 hasher.update(content)
         file.flush()
+        # On the disk before the caller renames it: a rename that survives a crash without its data
+        # would name a damaged file.
         os.fsync(file.fileno())
         assert file.tell() == size, f"{path}: a tensor's size differs from its entry"
         return FileDigest.of_parts(size, hasher.digests()) if hashed else FileDigest(size, "")
@@ -130,6 +133,8 @@ def _header(entries: list[Entry], metadata: dict[str, str] | None) -> bytes:
         }
         start = stop
     encoded = json.dumps(header, separators=(",", ":")).encode()
+    # Blanks up to a multiple of 8 bytes, as the safetensors library writes them: tensors are then
+    # aligned in a memory map.
     encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(8, "little") + encoded
 

@@ -44,7 +44,10 @@ class Span(NamedTuple):
 
     @classmethod
     def block(cls, index: int, length: int, whole_length: int, local_start: int = 0) -> Span:
-        """Return block `index` of a whole in blocks of `length`; the last may be short or empty."""
+        """Return block `index` of a whole in blocks of `length`; the last may be short or empty.
+
+        Of 7 elements in blocks of 3: block 1 is [3, 6), block 2 is [6, 7), block 3 is empty.
+        """
         start = min(index * length, whole_length)
         stop = min(start + length, whole_length)
         return cls(start, local_start, stop - start)
@@ -107,26 +110,44 @@ class Spans:
         return Spans(spans, self.local_length, self.whole_length)
 
     def onto(self, other: Spans) -> Spans:
-        """Return the map from this part (as the whole) to another part, of what both have."""
+        """Return the map from this part (as the whole) to another part, of what both have.
+
+        A vocabulary of 8 rows at TP 2, onto the shards of the same vocabulary at TP 4:
+
+            whole               0 1 2 3 4 5 6 7
+            rank 1 of 2                 4 5 6 7        (4, 0, 4)
+            rank 3 of 4                     6 7        (6, 0, 2)
+            the first onto the second                  (2, 0, 2): its elements 2 and 3
+        """
         spans = []
         for own, theirs in itertools.product(self, other):
             start = max(own.whole_start, theirs.whole_start)
             own_stop = own.whole_start + own.length
             length = min(own_stop, theirs.whole_start + theirs.length) - start
             if length > 0:
+                # Both parts count from their own first element, so the common run is moved into
+                # each one's count.
                 source = own.local_start + start - own.whole_start
                 target = theirs.local_start + start - theirs.whole_start
                 spans.append(Span(source, target, length))
         return Spans(tuple(spans), self.local_length, other.local_length)
 
     def narrow(self, elements: slice) -> Spans:
-        """Return the map to some of the part's elements, counted from the first of them."""
+        """Return the map to some of the part's elements, counted from the first of them.
+
+        Of rank 1's q2 q3 k1 v1 (the module's example), elements [1, 3) are q3 k1: (3, 0, 1),
+        (5, 1, 1).
+        """
         length = elements.stop - elements.start
         window = Spans((Span(elements.start, 0, length),), self.local_length, length)
         return self.inverse().onto(window)
 
     def padding(self) -> Iterator[slice]:
-        """Yield the runs of the part's elements that the whole does not have."""
+        """Yield the runs of the part's elements that the whole does not have.
+
+        A vocabulary of 5 at TP 2 takes 3 rows a rank: rank 1 has tokens 3 and 4; its row 2 is
+        padding.
+        """
         position = 0
         for span in self.inverse():
             if position < span.whole_start:
@@ -194,6 +215,7 @@ def enclosing_block(shape: Sequence[int], start: int, stop: int) -> tuple[Index,
     index = list[slice]()
     numel = math.prod(shape)
     for dim, length in enumerate(shape):
+        # Elements of one index of this dimension, its stride in a contiguous tensor.
         numel //= length
         first = start // numel
         last = (stop - 1) // numel

@@ -1,5 +1,6 @@
-"""Score target tokens for evaluation, with the vocabulary split over TP: their losses, and whether
-they are the argmax.
+"""Score target tokens for evaluation, with the vocabulary split over TP.
+
+A score is a token's loss, and whether the token is the argmax.
 
 Only positions with a target get logits, one chunk at a time. Ranks exchange 2 + 2k numbers a
 position and never logits. v vocabulary, t TP size, h hidden, n positions with a target, k
@@ -60,8 +61,10 @@ def vocab_parallel_token_scores(
     flat_hidden = hidden.flatten(0, 1)
     nll = torch.zeros(flat_labels.shape, dtype=torch.float32, device=hidden.device)
     greedy = torch.zeros(flat_labels.shape, dtype=torch.bool, device=hidden.device)
+    # Every rank has the same labels, so all of them run the same number of gathers.
     positions = (flat_labels != ignore_index).any(1).nonzero().squeeze(1)
     for chunk in positions.split(max(1, loss.BLOCK_ELEMENTS // rows)):
+        # Splitting an empty tensor gives one empty chunk.
         if not len(chunk):
             continue
         logits = loss.shard_logits(flat_hidden[chunk], weight, bias, valid)
@@ -88,6 +91,8 @@ def scores_of_logits(
     """
     valid = logits.shape[1] if valid is None else valid
     here = (labels >= first) & (labels < first + valid)
+    # A label of another rank reads any column of this one, and is masked: the sum over ranks is its
+    # logit.
     label_logits = logits.gather(1, (labels - first).clamp(0, logits.shape[1] - 1)).masked_fill(
         ~here, 0.0
     )
@@ -100,9 +105,12 @@ def scores_of_logits(
         logits[row].argmax(1) + first == labels[row, alternative]
     ).to(logits.dtype)
     total = logits.sub_(best.unsqueeze(1)).exp_().sum(1)
+    # Truth values travel as fp32 numbers, in the same all-gather as the logits.
     softmax = loss.all_gather_softmax(
         best, total, torch.cat((label_logits, is_local_argmax), 1).t(), group
     )
     logits_by_rank, argmax_by_rank = softmax.extra.transpose(1, 2).chunk(2, 2)  # [t, n, k]
+    # The greatest logit is subtracted from the label's before the logarithm is added: large logits
+    # would round the small loss away.
     nll = softmax.total.log().unsqueeze(1) - (logits_by_rank.sum(0) - softmax.greatest.unsqueeze(1))
     return TokenScores(nll, softmax.is_argmax(argmax_by_rank == 1))

@@ -2,7 +2,12 @@
 
 Ranks are laid out as in Megatron-LM (arXiv 1909.08053, section 3): t consecutive ranks form a
 tensor-parallel (TP) group. Ranks at the same position in those groups form a data-parallel (DP)
-group. Rank r has TP rank r mod t and DP rank r // t.
+group. Rank r has TP rank r mod t and DP rank r // t. With TP 2 × DP 3:
+
+                 TP rank 0    TP rank 1
+    DP rank 0        0            1         a line is a TP group: consecutive ranks
+    DP rank 1        2            3
+    DP rank 2        4            5         a column is a DP group, over which ZeRO partitions
 """
 
 from __future__ import annotations
@@ -22,8 +27,9 @@ MAX_NAMED = 4
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks in words: `rank 3`, `ranks 0 and 2`, or, of many, `ranks 0, 1, 2 and 509
-    more`.
+    """Return ranks in words.
+
+    As in `rank 3`, `ranks 0 and 2`, or, of many, `ranks 0, 1, 2 and 509 more`.
     """
     words = [str(rank) for rank in ranks]
     if len(words) == 1:
@@ -91,6 +97,7 @@ class Topology:
             raise UserError(f"zero_tp.parallel.tensor: {tensor} is not positive")
         self.data = data_parallel_size(self.world, tensor)
         assert 0 <= self.rank < self.world, f"rank {self.rank} is not in a world of {self.world}"
+        # Without TP there is nothing to shard over, and layers then skip every collective.
         self.sequence = sequence and tensor > 1
         self.tensor_rank = self.rank % tensor
         self.data_rank = self.rank // tensor
@@ -114,6 +121,7 @@ class Topology:
         if len(members) == 1:
             return world
         device = world.bound_device_id
+        # Without a bound device NCCL has no communicator yet that could be split.
         if device is not None and world._get_backend(device).supports_splitting:
             groups: list[Any] = [dist.split_group(split_ranks=members, timeout=timeout)]
         else:
@@ -138,6 +146,8 @@ class Topology:
         each in sharded regions (`per_rank=True`). DP ranks never share a stream, because they train
         on other samples.
         """
+        # Hashed: sums of seed and rank would give rank 1 the stream that rank 0 has in a run whose
+        # seed is one higher.
         stream = f"{base}/{self.data_rank}/{self.tensor_rank if per_rank else 'shared'}"
         return int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8], "little") >> 1
 

@@ -43,6 +43,8 @@ class ActivationCheckpointing(ConfigModel):
 
 
 class DataTypes(ConfigModel):
+    # None is the dtype of the weights. With "fp32", micro-batches are added up in fp32: other
+    # numbers, so it is a choice of the run (`facts.sums_in_fp32`).
     grad_accum_dtype: Dtype | None = None
     param_dtype: Dtype | None = None
     buffer_dtype: Dtype | None = None
@@ -180,11 +182,18 @@ class Zero(ConfigModel):
 
     stage: Stage = 0
     contiguous_gradients: bool = True
+    # False sends as much, because DeepSpeed 0.19.8 all-reduces either way (benchmarks/tried.md).
     reduce_scatter: bool = True
+    # In 16 bits this takes 0.93 GiB of a device at each backward, twice that with `overlap_comm`,
+    # however small the model is (benchmarks/tried.md).
     reduce_bucket_size: Positive = 500_000_000
+    # With it ZeRO-1 and -2 send 3Ψ(N-1)/N elements a step, without it the paper's 2Ψ(N-1)/N in more
+    # collectives (docs/training.md).
     use_multi_rank_bucket_allreduce: bool = True
     allgather_partitions: bool = True
     allgather_bucket_size: Count = 500_000_000
+    # On a CPU, which has no streams, it only adds a second bucket and changes when ZeRO-1 reduces
+    # (benchmarks/tried.md).
     overlap_comm: bool | None = None
     compute_grad_norm: bool = True
     load_from_fp32_weights: bool = True
@@ -193,6 +202,7 @@ class Zero(ConfigModel):
     offload_optimizer: OffloadOptimizer | None = None
     sub_group_size: Count = 1_000_000_000
     stage3_prefetch_bucket_size: Count = 50_000_000
+    # Parameters below it stay gathered after their first use (`PartitionedParameters`).
     stage3_param_persistence_threshold: Count = 100_000
     stage3_model_persistence_threshold: Count = sys.maxsize
     stage3_max_live_parameters: Count = 1_000_000_000
@@ -253,6 +263,7 @@ class Sections(ConfigModel):
     train_micro_batch_size_per_gpu: Samples | None = None
     gradient_accumulation_steps: Positive | None = None
     managed_gradient_accumulation: bool = True
+    # A config without this key is clipped, because that is DeepSpeed's default.
     gradient_clipping: NonNegative = 1.0
     communication_data_type: Dtype | None = None
     sequence_parallel_size: Positive = 1

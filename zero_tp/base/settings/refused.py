@@ -178,6 +178,7 @@ def key_errors(values: dict[str, Any]) -> Iterator[ConfigError]:
         if key in REFUSED_KEYS:
             yield refusal(key, f"refused: {REFUSED_KEYS[key]}")
     for key, (value, reason) in FIXED.items():
+        # A missing key has DeepSpeed's default, which is the allowed value.
         if look_up(values, key) not in (None, value):
             yield refusal(key, f"refused unless it is {shown(value)}: {reason}")
 

@@ -45,6 +45,8 @@ def apply_overrides(config: dict[str, Any], overrides: Sequence[str]) -> None:
                     key, f"{inside} is {shown(target)}, not an object", f"set {inside} itself"
                 )
         try:
+            # JSON first, so that 4 and true have their types; a name without quotation marks stays
+            # a string.
             target[parts[-1]] = parse_json(text)
         except InvalidJson:
             target[parts[-1]] = text
@@ -109,6 +111,8 @@ class SavedStart:
     updates: int
 
 
+# The three sizes of ZeRO are those of transformers' DeepSpeed integration
+# (`trainer_config_finalize`).
 AUTO: dict[str, str] = {
     "gradient_clipping": "1.0",
     "fp16.enabled": "false",
@@ -141,6 +145,7 @@ def pop_autos(values: dict[str, Any]) -> list[str]:
     for path in (*BATCH_FIELDS, *AUTO):
         block, name = _parent_block(values, path)
         if isinstance(block, dict) and block.get(name) == "auto":
+            # Removed before types are checked, because no number or list is the word "auto".
             del block[name]
             keys.append(path)
     return keys
@@ -185,6 +190,8 @@ def fill(
         block, name = _parent_block(values, path)
         block[name] = _auto_value(path, values, steps, hidden_size)
         earlier = None if saved is None else look_up(saved.config, path)
+        # A resumed run keeps its warm-up, and its schedule's length once the rate falls: both would
+        # move the rate at once.
         if saved is None or earlier in (None, block[name]):
             continue
         if name in WARMUPS:
@@ -201,6 +208,8 @@ def fill(
 def _auto_value(path: str, values: dict[str, Any], steps: int, hidden_size: int) -> Any:
     """Return the value of a key of `AUTO`."""
     name = path.rpartition(".")[2]
+    # Step k trains at the schedule's value at k, so the last step's rate is still above the
+    # schedule's end.
     if name in LENGTHS:
         return steps + 1
     if name in WARMUPS:
@@ -223,6 +232,7 @@ def _schedule_length(path: str, length: int, earlier: int, saved: SavedStart) ->
     the rate.
     """
     schedule = check_scheduler(saved.config).params.model_dump()
+    # The rate begins to fall after the warm-up or, if the schedule has a stable phase, after that.
     start = next(schedule[name] for name in WARMUPS if name in schedule)
     if "num_decay_steps" in schedule:
         start = schedule["num_training_steps"] - schedule["num_decay_steps"]
@@ -254,6 +264,12 @@ class BatchSizes:
 def resolve_batch(config: dict[str, Any], data: int | None) -> BatchSizes:
     """Compute the missing batch sizes; accumulation is 1 if nothing determines it.
 
+    With 4 replicas:
+
+        total 64, micro 4               accumulation 64 / (4 · 4) = 4
+        micro 4, accumulation 2         total 4 · 2 · 4 = 32
+        total 64                        accumulation 1, micro 64 / 4 = 16
+
     Args:
         config: the file's object, types checked.
         data: number of data-parallel replicas, or None when it isn't known.
@@ -263,6 +279,7 @@ def resolve_batch(config: dict[str, Any], data: int | None) -> BatchSizes:
     )
     if total is None and micro is None:
         raise ConfigError("train_micro_batch_size_per_gpu", MISSING, "give it, or train_batch_size")
+    # With two sizes missing, one has to be chosen: a step is then one micro-batch.
     if total is None or micro is None:
         accumulation = accumulation or 1
     factors = {"micro": micro, "accumulation": accumulation, "data": data}

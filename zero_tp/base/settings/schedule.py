@@ -176,6 +176,8 @@ def check_scheduler(values: dict[str, Any]) -> Schedule:
             "scheduler.type", f"{shown(name)} is unknown", did_you_mean(name, SCHEDULES)
         )
     params = validate(SCHEDULES[name], block.params, "scheduler.params")
+    # The function of transformers raises for both and for neither, but only when a rank builds the
+    # schedule.
     if isinstance(params, CosineWithMinLR) and (params.min_lr is None) == (
         params.min_lr_rate is None
     ):

@@ -33,11 +33,14 @@ def parse_settings(
     Raises:
         ConfigErrors: all keys that are wrong by themselves.
     """
+    # A file's errors are reported together, so that its author mends them in one pass.
     collector = ErrorCollector()
     sections: dict[str, Any] = {}
     with collector:
         errors = [*key_errors(values), *unresolvable_autos(values)]
         file = validate(ConfigFile, values, "", errors)
+        # Only the file's keys: DeepSpeed gets those alone (`written`), and has its own default for
+        # any other.
         sections = {name: getattr(file, name) for name in file.model_fields_set}
     if isinstance(values.get("optimizer"), dict):
         with collector:
@@ -49,11 +52,13 @@ def parse_settings(
         remedy = 'as in {"type": "AdamW", "params": {"lr": 3e-4}}'
         error = ConfigError("optimizer", "required, but not given", remedy)
         collector.errors.append(error)
+    # Their "auto" was removed from `values`, so a required one looks missing.
     collector.errors = [error for error in collector.errors if error.key not in auto_keys]
     # `TrainingEngine` accepts no "auto", and transformers' Trainer has others.
     if entry_point is EntryPoint.RUN:
         collector.errors = [suggest_auto(error) for error in collector.errors]
     collector.raise_all()
+    # Each section was validated above. `model_construct` keeps which keys were written.
     return DeepSpeedSettings.model_construct(set(sections), **sections)
 
 
@@ -66,7 +71,7 @@ def check_settings(
 ) -> Combination:
     """Return the checked settings of a DeepSpeed config that has no `zero_tp` block.
 
-    Without `gradient_clipping` nothing is clipped, as in DeepSpeed.
+    Without `gradient_clipping` nothing is clipped. A run's file gets 1.0, DeepSpeed's default.
 
     Args:
         layers: number of the model's layers; without it, `recompute` is not compared with them.
@@ -80,5 +85,7 @@ def check_settings(
     settings = parse_settings(values, entry_point)
     policy = recompute or RecomputePolicy(mode="none")
     checked = Combination(settings, parallel, policy, entry_point=entry_point, layers=layers)
+    # Only now: a rule reads typed values, and a wrong type would be reported as a wrong
+    # combination.
     refuse(checked)
     return checked

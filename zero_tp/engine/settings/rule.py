@@ -55,6 +55,14 @@ class Combination:
 class Rule:
     """A rule about keys that are set.
 
+    For example
+
+        refused(f"{ZERO}.offload_param", stage < 3, "below 3: DeepSpeed would ignore it; use 3")
+
+    is printed, if it applies, as
+
+        error: zero_optimization.offload_param: refused below 3: DeepSpeed would ignore it; use 3
+
     Attributes:
         kind: the config is refused, the keys have no effect, or they do something unusual.
         keys: dotted keys or patterns of them (`fnmatch`), separated by blanks; a refusal has one

@@ -20,6 +20,7 @@ def refuse(config: Combination) -> None:
 
 def notes(config: Combination, *kinds: Literal["no effect", "note"]) -> list[str]:
     """Return a line for each reason, with the keys that have no effect or are unusual ("note")."""
+    # Only keys that somebody has written: a default without effect is nobody's mistake.
     written = config.settings.written()
     if config.zero_tp is not None:
         written["zero_tp"] = config.zero_tp.model_dump(by_alias=True, exclude_unset=True)
@@ -31,6 +32,7 @@ def notes(config: Combination, *kinds: Literal["no effect", "note"]) -> list[str
             named = [key for key in keys if any(fnmatchcase(key, pattern) for pattern in patterns)]
             if named:
                 lines.setdefault(rule.reason, []).extend(named)
+                # A key has one line, with the reason of the first rule that names it.
                 keys = [key for key in keys if key not in named]
     return [f"{', '.join(named)}: {reason}" for reason, named in lines.items()]
 

@@ -37,6 +37,7 @@ def gradient_rules(settings: DeepSpeedSettings) -> Iterator[Rule]:
         types.param_dtype not in (None, dtype),
         "when it is not the dtype of bf16 or fp16: the model is built in one dtype",
     )
+    # In fp32 a 16-bit gradient is exact; the other 16-bit dtype would round it.
     for key, value, process in (
         (
             "communication_data_type",
@@ -161,6 +162,7 @@ def schedule_rules(config: Combination) -> Iterator[Rule]:
         "0.99; cycle_momentum false leaves them",
     )
     numbers = {} if params is None else params.model_dump()
+    # DeepSpeed and transformers name the same phases differently; a schedule has one name of each.
     phases = sum(numbers.get(name) or 0 for name in (*WARMUPS, "num_decay_steps"))
     for name in LENGTHS:
         yield refused(
@@ -212,11 +214,14 @@ def run_rules(settings: DeepSpeedSettings, zero_tp: ZeroTP) -> Iterator[Rule]:
     )
     yield note(
         f"{MODEL_KEY}.model_type",
+        # By the type itself, because True is an int to `isinstance`, and a flag is no size.
         not any(type(value) is int for value in zero_tp.model.values()),
         "no size is written, so that all are the defaults of transformers' class",
     )
     schedule = settings.scheduler
     numbers = {} if schedule is None else schedule.params.model_dump()
+    # Step k trains at the schedule's value at k: a schedule of as many steps as the run ends it at
+    # the last value, often 0.
     length = max(numbers.get(name) or 0 for name in LENGTHS)
     yield note(
         " ".join(f"{SCHEDULER}.{name}" for name in LENGTHS),
@@ -244,6 +249,7 @@ def activation_rules(config: Combination) -> Iterator[Rule]:
         "in ZeroTPTrainer: a Trainer recomputes by gradient_checkpointing of its TrainingArguments",
     )
     moves_inputs = config.is_trainer or policy.mode == "full"
+    # The three keys move or pack the inputs of recomputed layers; other modes keep other tensors.
     for name, is_set in (
         ("partition_activations", block.partition_activations),
         ("cpu_checkpointing", block.cpu_checkpointing),

@@ -70,6 +70,8 @@ def offload_rules(config: Combination) -> Iterator[Rule]:
             'when it is missing with device "nvme": DeepSpeed swaps to a directory; give one on '
             "the NVMe device",
         )
+        # Patterns of fnmatch have no "all but": `device` is the only key of these blocks that
+        # begins with d.
         all_but_device = f"{ZERO}.{block}.[!d]*"
         yield no_effect(all_but_device, devices[block] == "none", f"{block}.device is none")
         nvme_keys = _zero_keys(*(f"{block}.{key}" for key in keys))
@@ -85,7 +87,10 @@ def offload_rules(config: Combination) -> Iterator[Rule]:
 def zero_rules(settings: DeepSpeedSettings) -> Iterator[Rule]:
     """Yield rules about the stages of ZeRO."""
     zero = settings.zero_optimization
+    # BF16_Optimizer reads fewer keys than DeepSpeed's other optimizers of ZeRO.
     uses_bf16 = uses_bf16_optimizer(settings)
+    # DeepSpeed's check is an assertion on every rank (`nccl_start_alignment_factor`), after the
+    # groups are made.
     yield refused(
         f"{ZERO}.allgather_bucket_size",
         zero.allgather_bucket_size % 2 == 1,
@@ -127,6 +132,8 @@ def log_rules(settings: DeepSpeedSettings) -> Iterator[Rule]:
     for keys, reason in NEVER_READ.items():
         yield no_effect(keys, True, reason)
     for name in SWITCHED_BLOCKS:
+        # All keys but `enabled`: those that do not begin with e, and those like comet's
+        # `experiment_name`.
         all_but_enabled = f"{name}.[!e]* {name}.e[!n]*"
         is_off = not getattr(settings, name).enabled
         yield no_effect(all_but_enabled, is_off, f"{name}.enabled is not true")

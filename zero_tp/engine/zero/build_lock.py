@@ -36,7 +36,9 @@ def report_build_locks(
 
     def wait(baton: FileBaton) -> None:
         timer = threading.Timer(after, lambda: write(_describe(baton.lock_file_path)))
+        # A rank that ends meanwhile must not wait for the timer.
         timer.daemon = True
+        # The ranks of a node wait for one file; one line says so.
         if os.environ.get("LOCAL_RANK", "0") == "0":
             timer.start()
         try:

@@ -1,5 +1,14 @@
 """What DeepSpeed 0.19.8 does with a config: facts that its stages, the rules and the planner
 share.
+
+The class that takes the step:
+
+    stage 0     fp32: torch's optimizer itself. 16 bit: FP16_UnfusedOptimizer, or FP16_Optimizer
+                around DeepSpeed's FusedAdam.
+    stage 1     DeepSpeedZeroOptimizer; BF16_Optimizer in bf16 with fp32 accumulation and without
+                offloading.
+    stage 2     DeepSpeedZeroOptimizer
+    stage 3     DeepSpeedZeroOptimizer_Stage3
 """
 
 from __future__ import annotations
@@ -11,12 +20,18 @@ from zero_tp.base.settings.schedule import TRANSFORMERS_SCHEDULES
 
 
 def sums_in_fp32(settings: DeepSpeedSettings) -> bool:
-    """Return whether bf16 gradients are accumulated in fp32."""
+    """Return whether bf16 gradients are accumulated in fp32.
+
+    By default DeepSpeed accumulates in the dtype of the weights. In bf16 the numbers above 1 are
+    1/128 apart, so adding a micro-batch's 1/512 to 1 changes nothing.
+    """
     return settings.dtype == "bf16" and settings.data_types.grad_accum_dtype == "fp32"
 
 
 def is_bf16_optimizer(stage: int, *, sums_in_fp32: bool, offloaded: bool) -> bool:
     """Return whether DeepSpeed takes its BF16_Optimizer (`_do_optimizer_sanity_check`)."""
+    # It has other attributes than DeepSpeed's other ZeRO optimizers, reads fewer keys and takes the
+    # norm inside its step: the rules, the stages and the planner each have to know.
     return stage == 1 and sums_in_fp32 and not offloaded
 
 
@@ -30,12 +45,16 @@ def uses_bf16_optimizer(settings: DeepSpeedSettings) -> bool:
 def copies_gradients(settings: DeepSpeedSettings) -> bool:
     """Return whether a key makes DeepSpeed copy gradients: contiguous (if written), or a cast."""
     zero = settings.zero_optimization
+    # Only if the config has the key: with one replica `deepspeed_dict` turns DeepSpeed's default,
+    # true, off.
     contiguous = "contiguous_gradients" in zero.model_fields_set and zero.contiguous_gradients
     return contiguous or settings.data_types.grad_accum_dtype not in (None, settings.dtype)
 
 
 def in_place_gradients(stage: int, data: int, *, copied: bool, offloaded: bool) -> bool:
     """Return whether ZeRO-1 or 2 leaves gradients in `parameter.grad`: there is one replica."""
+    # With one replica the mean over DP is the gradient itself. A cast needs a copy in any case, and
+    # an offloaded optimizer takes its gradients to the host.
     return stage in (1, 2) and data == 1 and not copied and not offloaded
 
 
@@ -72,6 +91,8 @@ def deepspeed_dict(settings: DeepSpeedSettings, data: int) -> dict[str, Any]:
     # DeepSpeed's own default is true.
     values["timers"] = settings.timers.model_dump()
     if not deepspeed_clips(settings.zero_optimization.stage):
+        # As a number, because without the key DeepSpeed clips at 1.0. Stage 0 clips before
+        # DeepSpeed's step (`UnpartitionedStates`).
         values["gradient_clipping"] = 0.0
     if keeps_gradients_in_place(settings, data):
         # DeepSpeed would copy each gradient five times for a mean over one rank.

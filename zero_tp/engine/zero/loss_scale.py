@@ -5,7 +5,13 @@ The loss is multiplied by the scale, so that small gradients do not vanish in fp
 divides the gradients by it (Micikevicius et al., "Mixed Precision Training").
 
 DeepSpeed 0.19.8 updates the scale before it divides by it: when the scale grows, gradients and
-clipping are wrong by a factor of 2. Without ZeRO it also ignores `hysteresis`. So DeepSpeed's own
+clipping are wrong by a factor of 2:
+
+    scale 8       loss · 8, so the gradients are 8 g
+    update        the window is full: scale 16
+    step          8 g / 16 = g / 2
+
+Without ZeRO it also ignores `hysteresis`. So DeepSpeed's own
 update is disabled.
 """
 
@@ -30,6 +36,8 @@ class LossScale:
     def __init__(self, engine: Any, optimizer: Any):
         self.reduced = False
         self._optimizer = optimizer
+        # The optimizers without ZeRO keep their scale in a config without hysteresis; they get the
+        # scaler that DeepSpeed makes for ZeRO.
         self._scaler = getattr(optimizer, "loss_scaler", None) or CreateLossScaler(
             torch.half,
             engine.loss_scale(),
@@ -48,8 +56,11 @@ class LossScale:
 
     def update(self, overflow: bool) -> None:
         """Update the scale after a step, which DeepSpeed skipped if some rank overflowed."""
+        # An overflow lowers the hysteresis first, and the scale once the hysteresis is used up.
         before = (self._scaler.cur_scale, getattr(self._scaler, "cur_hysteresis", None))
         self._scaler.update_scale(overflow)
+        # Without ZeRO the optimizer divides by a scale of its own, which has to follow the
+        # scaler's.
         self._optimizer.loss_scale = self._scaler.cur_scale
         self.reduced = overflow and before != (
             self._scaler.cur_scale,
@@ -63,6 +74,8 @@ class LossScale:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Restore `state()`, unless either scale is fixed or the saved run had another dtype."""
+        # A fixed scale saves nothing, and a run in another dtype has no `last_overflow_iter`: the
+        # config's initial scale then stays.
         if (
             not isinstance(self._scaler, DynamicLossScaler)
             or saved.get("last_overflow_iter") is None

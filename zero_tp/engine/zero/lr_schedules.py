@@ -48,11 +48,17 @@ def _hold_last_rate(rate: Callable[[int], float], last: int, step: int) -> float
 
 
 def set_schedule(schedule: Any, updates: int, *, native_start: bool = False) -> None:
-    """Set a schedule and the learning rates for the next step: the k-th update gets the schedule's
-    value at k.
+    """Set a schedule and the learning rates for the next step.
+
+    The k-th update gets the schedule's value at k.
 
     DeepSpeed starts its schedules at iteration -1 and advances them after each step: the first two
-    steps of a warm-up from 0 have no effect.
+    steps of a warm-up from 0 have no effect. WarmupLR, linear, to 1 in 4 steps:
+
+        step                    1      2      3      4      5
+        DeepSpeed's iteration   -1     0      1      2      3
+        DeepSpeed's rate        0      0      1/4    2/4    3/4
+        the rate here           1/4    2/4    3/4    1      1
 
     Args:
         updates: number of steps that have updated the weights.
@@ -60,9 +66,8 @@ def set_schedule(schedule: Any, updates: int, *, native_start: bool = False) -> 
             DeepSpeed does.
     """
     if native_start:
-        if (
-            updates > 0
-        ):  # the constructor has set the first rate, and `OneCycle` first betas of its own
+        # The constructor has set the first rate, and `OneCycle` first betas of its own.
+        if updates > 0:
             schedule.step(updates - 1)
     elif isinstance(schedule, LambdaLR):
         # A count above 1 keeps torch from warning that the optimizer has not stepped.
@@ -71,6 +76,7 @@ def set_schedule(schedule: Any, updates: int, *, native_start: bool = False) -> 
         )
         schedule.step()
     else:
+        # Both give the next step, number updates + 1, the schedule's value at updates + 1.
         schedule.step(updates if isinstance(schedule, ONE_STEP_AHEAD) else updates + 1)
 
 

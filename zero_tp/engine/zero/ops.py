@@ -54,12 +54,14 @@ def builder_name(settings: DeepSpeedSettings) -> str | None:
     if optimizer is None or isinstance(optimizer.params, SGD) or optimizer.uses_torch_adam:
         return None
     offloaded = settings.zero_optimization.optimizer_device != "none"
+    # DeepSpeed takes FusedAdam wherever `torch_adam` is not set, on a CPU too.
     return "CPUAdamBuilder" if offloaded else FUSED_ADAM
 
 
 def compilation_note(settings: DeepSpeedSettings, accelerator: Any) -> str | None:
-    """Return a log line about the op that DeepSpeed will compile for a run; None if it is built
-    already or not needed.
+    """Return a log line about the op that DeepSpeed will compile for a run.
+
+    None if it is built already or not needed.
 
     DeepSpeed's own optimizers, such as CPU Adam for offloaded states, are built when a machine
     first needs them, which takes g++ more than two minutes.
@@ -77,6 +79,7 @@ def compilation_note(settings: DeepSpeedSettings, accelerator: Any) -> str | Non
     kind = settings.optimizer.type
     from deepspeed.git_version_info import installed_ops
 
+    # Installed with DeepSpeed (DS_BUILD_OPS): nothing is compiled at run time.
     if installed_ops.get(builder.name):
         return None
     if missing := _missing_compiler(

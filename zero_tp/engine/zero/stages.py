@@ -1,4 +1,14 @@
-"""The ZeroEngine of each ZeRO stage; training and checkpoints do not depend on the stage."""
+"""The ZeroEngine of each ZeRO stage; training and checkpoints do not depend on the stage.
+
+Bytes of Ψ parameters with Adam in 16 bit on one of N replicas, and elements that a rank sends in a
+step, by the paper (arXiv 1910.02054, sections 5 and 7); DeepSpeed's buffers come on top:
+
+    stage               weights    gradients    masters, states    sent
+    0                   2Ψ         2Ψ           12Ψ                2Ψ
+    1 (P_os)            2Ψ         2Ψ           12Ψ/N              2Ψ
+    2 (P_os+g)          2Ψ         2Ψ/N         12Ψ/N              2Ψ
+    3 (P_os+g+p)        2Ψ/N       2Ψ/N         12Ψ/N              3Ψ
+"""
 
 from __future__ import annotations
 
@@ -38,10 +48,14 @@ def compute_norms_in_chunks(optimizer: Any) -> None:
         gradients: Iterable[Tensor], params: Iterable[nn.Parameter], norm_type: float = 2
     ) -> Tensor:
         assert norm_type == 2, "only the 2-norm is computed"
+        # DeepSpeed pairs gradients with parameters in order, after it has left padding out: so must
+        # the norms.
         unpadded = (
             gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)
         )
         norms = [sum_of_squares(gradient).sqrt().reshape(1) for gradient in unpadded]
+        # The norm of the norms is the norm of all gradients. Which parameters count on this TP
+        # rank, and the sums over DP and TP, stay DeepSpeed's.
         norm: Tensor = original(norms, params, norm_type)
         return norm
 
@@ -51,6 +65,12 @@ def compute_norms_in_chunks(optimizer: Any) -> None:
 class UnpartitionedStates(ZeroEngine):
     """ZeRO-0: every DP rank holds all masters and states. `_clip` computes the gradient norm and
     clips, in fp64.
+
+    With a parameter A of 5 elements, B of 3, and two replicas:
+
+        each rank updates    A0 A1 A2 A3 A4   B0 B1 B2
+        rank 0 saves         A0 A1 A2         B0 B1          (`checkpoint_slice`)
+        rank 1 saves         A3 A4            B2
 
     DeepSpeed's own clipping is off: see `deepspeed_clips`.
     """
@@ -96,9 +116,11 @@ class UnpartitionedStates(ZeroEngine):
         """Clip the gradients, or make DeepSpeed skip the step. Reads the norm once."""
         parameters = list(self.model.parameters())
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        # Gradients still carry fp16's loss scale; DeepSpeed's step divides by it.
         norm = gradient_norm(parameters, self.topology) / scale
         is_spike = self.veto.finds_spike(norm)
         self._last_norm = norm.item()
+        # The norm is the same number on all ranks, so all of them apply the step or none does.
         is_applied = not is_spike and math.isfinite(self._last_norm)
         limit = self.settings.gradient_clipping
         if is_applied and limit > 0:
@@ -113,6 +135,8 @@ class UnpartitionedStates(ZeroEngine):
         elif is_spike:
             for parameter in parameters:
                 if parameter.grad is not None:
+                    # The wrapper looks at the gradients, and not at a flag that could be set before
+                    # its step.
                     parameter.grad.fill_(float("nan"))  # DeepSpeed's wrapper skips the step
 
     def _norm(self) -> float:
@@ -136,6 +160,9 @@ class UnpartitionedStates(ZeroEngine):
     def _masters(self) -> Iterator[tuple[nn.Parameter, tuple[Tensor, int]]]:
         """Yield each parameter with its master, (flat tensor, offset): in fp32 the parameter
         itself.
+
+        In 16 bit FP16_UnfusedOptimizer has a master for each parameter (`fp32_groups`), and
+        FP16_Optimizer one flat master for each group.
         """
         wrapper = self.optimizer
         if not self._has_fp32_masters:
@@ -166,6 +193,13 @@ class UnpartitionedStates(ZeroEngine):
 class PartitionedStates(ZeroEngine):
     """ZeRO-1 and ZeRO-2: masters and states are partitioned over DP, in flat groups of parameters.
 
+    A group is one flat tensor, cut into as many equal pieces as there are replicas. Of a parameter
+    A of 5 elements and B of 3, the masters and states are:
+
+        rank 0    A0 A1 A2 A3      fragment of A: Span(0, 0, 4); no fragment of B
+        rank 1    A4 B0 B1 B2      of A: Span(4, 0, 1); of B: Span(0, 1, 3)
+
+    The weights are whole on every rank; each updates its piece, and an all-gather completes them.
     With one replica gradients stay in place (`keeps_gradients_in_place`).
     """
 
@@ -173,6 +207,8 @@ class PartitionedStates(ZeroEngine):
         super().initialize(model, trainable)
         compute_norms_in_chunks(self.optimizer)
         if keeps_gradients_in_place(self.settings, self.topology.data):
+            # DeepSpeed reduces a bucket by the first if gradients are contiguous, else by the
+            # second. Over one replica both would only copy.
             for name in ("average_tensor", "buffered_reduce_fallback"):
                 setattr(self.optimizer, name, lambda *_, **__: None)
         if uses_bf16_optimizer(self.settings):
@@ -181,6 +217,8 @@ class PartitionedStates(ZeroEngine):
         original = self.optimizer.scaled_global_norm
 
         def norm_or_veto(norm_type: int = 2) -> Tensor:
+            # This is the first place of DeepSpeed's step that knows the norm. An infinite norm
+            # makes it skip the update, as it does if gradients are not finite.
             norm: Tensor = original(norm_type)
             is_spike = self.veto.finds_spike(norm / self.optimizer.loss_scale)
             return torch.full_like(norm, float("inf")) if is_spike else norm
@@ -193,6 +231,7 @@ class PartitionedStates(ZeroEngine):
 
         def step_unless_vetoed() -> None:
             if self.veto.is_active:
+                # Only with bounds, because the step computes the same norm again.
                 gradients, _ = optimizer.get_grads_for_norm()
                 norm = get_global_norm_of_tensors(gradients, optimizer.norm_type, optimizer.mpu)
                 if self.veto.finds_spike(norm):
@@ -200,12 +239,13 @@ class PartitionedStates(ZeroEngine):
                         gradient.fill_(float("nan"))  # BF16_Optimizer skips the step
             step()
 
+        # Not a norm function as in the other classes: this one's step calls a function of its
+        # module, which all BF16_Optimizers of the process share.
         optimizer.step = step_unless_vetoed
 
     def fragments(self) -> Iterator[Fragment]:
-        optimizer = (
-            self.optimizer
-        )  # BF16_Optimizer has the first attribute, the other optimizers the second
+        optimizer = self.optimizer
+        # BF16_Optimizer has the first attribute, DeepSpeedZeroOptimizer the second.
         groups = (
             getattr(optimizer, "fp32_groups_flat_partition", None)
             or optimizer.single_partition_of_fp32_groups
@@ -213,6 +253,8 @@ class PartitionedStates(ZeroEngine):
         for name, parameter in self.model.named_parameters():
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]
             if mapping is not None:
+                # DeepSpeed's addresses: `lp` counts in the parameter, `hp` in this rank's piece of
+                # the flat group.
                 address = mapping.get_hp_fragment_address()
                 flat = groups[mapping.param_group_index]
                 span = Span(mapping.lp_fragment_address.start, address.start, address.numel)
@@ -220,12 +262,19 @@ class PartitionedStates(ZeroEngine):
 
     @torch.no_grad()
     def fill_module(self) -> None:
+        # DeepSpeed's own end of a step: round this rank's piece, then all-gather the others.
         self.optimizer.update_lp_params()
 
 
 class PartitionedParameters(ZeroEngine):
     """ZeRO-3: parameters, too, are partitioned over DP, each by itself, and gathered while they
     are needed.
+
+    Each parameter is padded to equal pieces. Of A with 5 elements and B with 3, two replicas have
+    as weights, masters and states:
+
+        rank 0    A0 A1 A2   B0 B1
+        rank 1    A3 A4 .    B2 .       fragment of A: Span(3, 0, 2); of B: Span(2, 3, 1)
     """
 
     lock_step = True
@@ -239,6 +288,7 @@ class PartitionedParameters(ZeroEngine):
             norms: list[Any] = original()
             if not self.veto.is_active:
                 return norms
+            # As DeepSpeed's step combines them; an infinite one makes it skip the update.
             norm = combine_grad_norm_groups(norms) / self.optimizer.loss_scale
             return [float("inf")] if self.veto.finds_spike(norm) else norms
 
@@ -259,6 +309,7 @@ class PartitionedParameters(ZeroEngine):
         """Yield the weights that stay gathered: those smaller than
         `stage3_param_persistence_threshold`.
         """
+        # All other weights are partitions, of which each element is on one DP rank only.
         resident = {id(parameter) for parameter in self.optimizer.persistent_parameters}
         for name, weight in super().replicated_tensors():
             if id(self.model.get_parameter(name)) in resident:
@@ -277,12 +328,14 @@ class PartitionedParameters(ZeroEngine):
         )
 
     def states(self) -> OptimizerStates:
+        # The states are in files between steps, so there is no tensor to take views of.
         if self.optimizer.swap_optimizer:
             return StatesOnNVMe(self.fragments(), self.optimizer, self.model)
         return super().states()
 
     def fragments(self) -> Iterator[Fragment]:
         for name, parameter in self.model.named_parameters():
+            # `length` is that of a piece, its padding included.
             group, offset, length = self.optimizer.grad_position[
                 self.optimizer.get_param_id(parameter)
             ]
@@ -296,6 +349,8 @@ class PartitionedParameters(ZeroEngine):
             partition = partition_of(self.model.get_parameter(fragment.name))
             partition.data.view(-1).narrow(0, 0, fragment.span.length).copy_(fragment.master)
         resident: list[Any] = list(self.optimizer.persistent_parameters)
+        # Weights that stay gathered are a second copy, which forward reads: drop it, and gather the
+        # new partitions.
         if resident:
             resident[0].partition(resident)
             resident[0].all_gather(resident)

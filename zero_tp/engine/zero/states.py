@@ -2,8 +2,13 @@
 
 Of each parameter's TP shard a rank holds one fragment: all of it under ZeRO-0, its DP partition
 under ZeRO-1 to 3. The fragment's master is a piece of a flat fp32 tensor; the optimizer's states
-(moments) are tensors of the same length. Writing into the views restores a run. docs/checkpoints.md
-explains why DeepSpeed's own checkpoints are not used.
+(moments) are tensors of the same length. Writing into the views restores a run.
+docs/decisions/own-checkpoints.md says why DeepSpeed's own checkpoints are not used. Under ZeRO-1
+with two replicas, the second one of a group with A (5 elements) and B (3) has:
+
+    flat       A4 B0 B1 B2          its master; Adam's moments have this shape, too
+    A          Span(4, 0, 1)        element 4 of A is element 0 of flat
+    B          Span(0, 1, 3)        elements 0 to 2 of B are elements 1 to 3
 """
 
 from __future__ import annotations
@@ -54,6 +59,8 @@ class OptimizerStates:
 
     def __init__(self, fragments: Iterable[Fragment], optimizer: Any):
         self.fragments = [fragment for fragment in fragments if fragment.span.length]
+        # DeepSpeed wraps the optimizer that has the states; in fp32 without ZeRO there is no
+        # wrapper.
         while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
             optimizer = optimizer.optimizer
         self.optimizer = optimizer
@@ -67,6 +74,7 @@ class OptimizerStates:
         tensors = {
             key: value for key, value in state.items() if key != "step" and torch.is_tensor(value)
         }
+        # Other tensors, such as a scalar, belong to no element and cannot be cut into fragments.
         return [MASTER, *(key for key, value in tensors.items() if value.numel() == flat.numel())]
 
     def get(self, fragment: Fragment, kind: str) -> Tensor:
@@ -74,6 +82,8 @@ class OptimizerStates:
         if kind == MASTER:
             return fragment.master
         state = self.optimizer.state[fragment.flat]
+        # A restored run has not stepped yet, so its optimizer has no states: they are made here,
+        # and the caller fills them.
         if kind not in state:
             state[kind] = torch.zeros_like(fragment.flat, requires_grad=False)
         return fragment.view(state[kind])
@@ -97,6 +107,7 @@ class OptimizerStates:
         on_device = any(
             group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups
         )
+        # Under ZeRO several fragments share a flat tensor, whose count is set once.
         for flat in {id(fragment.flat): fragment.flat for fragment in self.fragments}.values():
             device = flat.device if on_device else "cpu"
             count = torch.tensor(float(steps), device=device) if is_torch else steps
@@ -136,6 +147,8 @@ def _replay_cpu_adam(adam: Any, steps: int) -> None:
         return
     beta1, beta2 = adam.param_groups[0]["betas"]
     value, gradient, first, second = (torch.zeros(1) for _ in range(4))
+    # Learning rate 0 and one element, which nothing else reads: only the products of β inside the
+    # C++ object change.
     for step in range(1, steps + 1):
         adam.ds_opt_adam.adam_update(
             adam.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, value, gradient, first, second

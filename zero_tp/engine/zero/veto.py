@@ -56,6 +56,8 @@ class StepVeto:
         if self._bounds is None or self._loss is None:
             return False
         numbers = torch.stack([self._loss, norm.to(self._loss)])
+        # One rank judges for all: numbers that two ranks round differently could skip the step on
+        # one of them, and the replicas would drift apart.
         if self._topology.world > 1:
             dist.broadcast(numbers, 0)
         loss, gradient_norm = numbers.tolist()
@@ -67,19 +69,23 @@ class StepVeto:
 
 
 def detect_spike(settings: Spike, recent: list[list[float]], loss: float, norm: float) -> str:
-    """Add a step's finite loss and norm to `recent`, and return why the step is a spike; "" if it
-    is none.
+    """Return why a step is a spike, or "" if it is none; add its finite loss and norm to `recent`.
 
     Nothing is a spike until the window is half full.
 
     As in OLMo-core's skip-step optimizer, a spike exceeds the window's mean by more than
     `settings.loss` or `settings.grad_norm` standard deviations. Spikes enter the window too, so a
-    new level soon stops being one.
+    new level soon stops being one. With a window of 4 and a bound of 6 on the loss:
+
+        losses before    2.0  2.1  1.9  2.0         mean 2, deviation 0.082
+        this loss        2.5                        above 2 + 6 · 0.082 = 2.49: a spike
+        losses before    2.1  1.9  2.0  2.5         the next step allows 2.125 + 6 · 0.263 = 3.70
 
     Args:
         recent: [loss, norm] of the last steps; checkpoints save it.
     """
     reasons = []
+    # A deviation needs two numbers.
     if len(recent) >= max(2, settings.window // 2):
         losses, norms = zip(*recent, strict=True)
         bounded = (
@@ -95,6 +101,7 @@ def detect_spike(settings: Spike, recent: list[list[float]], loss: float, norm: 
                     "standard deviations "
                     f"over the mean of the {len(before)} steps before"
                 )
+    # Appended after the judgement: a step is compared with those before it.
     recent.append([loss, norm])
     del recent[: -settings.window]
     return reasons[0] if reasons else ""

@@ -104,11 +104,13 @@ class ZeroEngine(ABC):
                 lr_scheduler=self._scheduler,
                 **{argument: trainable},
             )
+        # If the mpu lacks a method, DeepSpeed may count other replicas without an error.
         replicas = self.deepspeed_engine.dp_world_size
         if replicas != self.topology.data:
             raise RuntimeError(
                 f"DeepSpeed has {replicas} data-parallel ranks, the topology {self.topology.data}"
             )
+        # DeepSpeed has begun its schedule one iteration early (`set_schedule`).
         self._set_schedule(0)
         self.loss_scale = None
         if self.deepspeed_engine.fp16_enabled():
@@ -140,6 +142,7 @@ class ZeroEngine(ABC):
         last = self.deepspeed_engine.is_gradient_accumulation_boundary()
         self._step()
         if last and self.loss_scale is not None:
+            # DeepSpeed's flag is set by a veto, too, but a spike is no overflow of fp16.
             self.loss_scale.update(self.optimizer.overflow and not self.veto.spike)
 
     def _step(self) -> None:
@@ -152,6 +155,7 @@ class ZeroEngine(ABC):
         A step with gradients that are not finite on some rank is (nan, True). A spike is skipped,
         too, but is reported by `veto.spike` alone: here it is (norm, False).
         """
+        # A vetoed spike also sets DeepSpeed's overflow flag, so it is asked first.
         if self.veto.norm is not None:
             return self.veto.norm, False
         if getattr(self.optimizer, "overflow", False):
@@ -172,6 +176,7 @@ class ZeroEngine(ABC):
             "optimizer_steps": self.states().steps,
             "counters": {name: getattr(self.deepspeed_engine, name) for name in COUNTERS},
             "schedule": self.scheduler.state_dict() if self.scheduler is not None else None,
+            # Restored by the Trainer only: the rates of a resumed run follow its config.
             "learning_rates": [float(group["lr"]) for group in self.optimizer.param_groups],
             "loss_scale": {} if self.loss_scale is None else self.loss_scale.state(),
             "recent": [list(pair) for pair in self.veto.recent],
