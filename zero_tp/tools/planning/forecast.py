@@ -41,6 +41,7 @@ class MemoryForecast(Callback):
         point = rank_memory(
             config, cpu=cpu, varlen=cpu or runs_varlen(_current_device(device_type))
         ).peak
+        # A CPU rank's offloaded states are in the same memory as its others.
         self._planned = point.total + (point.host if cpu else 0.0)
         self._resident_before = resident_gib() if cpu else 0.0
         host = f", and {in_gib(point.host)} GiB of host memory" if point.host and not cpu else ""
@@ -50,6 +51,7 @@ class MemoryForecast(Callback):
         )
 
     def on_end(self, state: TrainState) -> None:
+        # A run that failed may not have reached its peak.
         if self._planned is None or state.error is not None:
             return
         device_type = state.engine.device.type

@@ -150,6 +150,11 @@ def saved(layer: Layer, core: Core = eager_core) -> float:
     activation, and its product with the latter.
     """
     e = layer.itemsize
+    # By the lines of the module's table, without the core; in 16 bit with a = k and an MLP of 4h:
+    #
+    #     stream      (4 · 2 + 2) sbh   = 10 sbh     over t only under SP
+    #     attention   2 · (2 + 2) sbh/t = 8 sbh/t    Q, K, V and the projection's input
+    #     MLP         2 · 2 · 4 sbh/t   = 16 sbh/t
     stream = 4 * e + (2 if layer.residual_dropout else 0)
     attention = e * (2 * layer.queries + 2 * layer.keys)
     return (
@@ -187,6 +192,7 @@ def saved_full(layer: Layer, *, partitioned: bool = False) -> float:
     Args:
         partitioned: P_a (arXiv 1910.02054, section 6.1): each TP rank keeps a t-th of it, 2sbh/t.
     """
+    # Under SP the residual stream is split over TP already, so P_a has nothing to add.
     return layer.itemsize * (layer.sbh / layer.t if partitioned else layer.residual)
 
 
@@ -225,6 +231,13 @@ def model_states(parameters: float, stage: int, data: int, itemsize: int = 2) ->
         "gradients": itemsize,
         "optimizer": 12 - (4 if itemsize == 4 else 0),
     }
+    # The sum per parameter with N_d = 4, in bytes:
+    #
+    #     stage   parameters   gradients   optimizer   sum
+    #     0       2            2           12          16
+    #     1       2            2           3           7
+    #     2       2            0.5         3           5.5
+    #     3       0.5          0.5         3           4
     partitioned_from = {"parameters": 3, "gradients": 2, "optimizer": 1}
     return {
         name: size * parameters / (data if stage >= partitioned_from[name] else 1)
@@ -257,6 +270,8 @@ def tensor_volume(layer: Layer, mode: str = "none") -> float:
     also all-gathers the two saved input shards in backward. `full` recomputation runs the forward's
     collectives once more.
     """
+    # Two in forward (attention, MLP) and two in backward; `full` adds the two of its second
+    # forward.
     all_reduces = 6 if mode == "full" else 4
     gathers = 2 if layer.sequence else 0
     return layer.sbh * (layer.t - 1) / layer.t * (2 * all_reduces + gathers)

@@ -40,7 +40,10 @@ def most_gathered(
     sizes = _sizes(modules)
     partitioned = _partitioned(modules, threshold, tied)
     order = _execution_order(layers, recomputed)
+    # All parameters of a module count here, persistent ones too: `__params_to_release` walks over
+    # whole modules until it has passed `max_reuse` elements.
     numel_before = list(accumulate((sum(modules[number]) for number in order), initial=0))
+    # The uses of all parameters in order. Reversed, because the next one is popped off the end.
     queue = [
         (step, parameter) for step, module in enumerate(order) for parameter in partitioned[module]
     ][::-1]
@@ -52,18 +55,34 @@ def most_gathered(
     # first use copies all parameters out of the buffer; it is freed when all have been used.
     buffers: list[tuple[list[ParameterId], set[ParameterId]]] = []
     for step, module in enumerate(order):
+        # DeepSpeed's order for each module: gather its own parameters, then prefetch, then compute,
+        # then release. The peak is thus taken between prefetch and release.
         gathered.update(partitioned[module])
+        # Drawn with three parameters a, b, c that one prefetch gathers, each of 10 elements:
+        #
+        #     prefetched            buffer 30                        30 elements
+        #     a's module runs       buffer 30, copies of a b c       60
+        #     b's module runs       buffer 30, copies of a b c       60, 50 if a is released
+        #     c's module runs       copies of a b c                  30, 10 if a and b are
+        #
+        # `AllGatherCoalescedHandle.wait` copies all of them at the first use. Each parameter in
+        # flight refers to the handle, and so to the buffer, until its own module waits.
         for _, unused in buffers:
             unused.difference_update(partitioned[module])
         buffers = [buffer for buffer in buffers if buffer[1]]
 
+        # A module's own parameters leave the queue, whoever has gathered them.
         while queue and queue[-1][0] <= step:
             queue.pop()
         live = sum(map(sizes.__getitem__, gathered))
         prefetched = list[ParameterId]()
         size = 0
+        # The bound is compared before a parameter is added, as in DeepSpeed, so the last one may
+        # exceed the bucket.
         while queue and size < min(max_live - live, prefetch_bucket):
             next_use, parameter = queue.pop()
+            # A prefetch skips a parameter that is still gathered, and remembers for which use. It
+            # stays gathered until then, since nothing would fetch it again in time.
             prefetched_for[parameter] = next_use
             if parameter not in gathered:
                 gathered.add(parameter)
@@ -71,6 +90,8 @@ def most_gathered(
                 size += sizes[parameter]
         if len(prefetched) > 1:  # a single parameter is gathered without a buffer
             buffers.append((prefetched, set(prefetched)))
+        # Before the first use the buffer is all there is of its parameters (`size` or `live`);
+        # after it the copies come on top.
         in_use = [contents for contents, unused in buffers if len(unused) < len(contents)]
         copied = sum(sizes[parameter] for contents in in_use for parameter in contents)
         # Of the modules after the layers only the last one counts, the output layer: the final norm
@@ -80,6 +101,8 @@ def most_gathered(
             most[key] = max(most.get(key, 0.0), float(live + size + copied))
 
         for parameter in partitioned[module]:
+            # The distance of a use is the elements of the modules in between, without this module
+            # and without the one that uses it again.
             distances = (
                 numel_before[use] - numel_before[step + 1] for use in uses[parameter] if use > step
             )
@@ -112,6 +135,9 @@ def _execution_order(layers: Sequence[int], recomputed: Collection[int]) -> list
     """
     order = list(range(len(layers)))
     for layer, group in groupby(reversed(range(len(layers))), key=lambda number: layers[number]):
+        # Modules 0 (embedding), 1 and 2 (a layer), 3 (head); the layer is recomputed as a whole:
+        #
+        #     forward 0 1 2 3    backward 3    recompute 1 2    backward 2 1    backward 0
         backward = list(group)
         order += [*reversed(backward), *backward] if layer in recomputed else backward
     return order

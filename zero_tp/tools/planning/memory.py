@@ -45,6 +45,8 @@ class ModelSize(NamedTuple):
 def model_size(config: PretrainedConfig, tensor: int, sequence: bool) -> ModelSize:
     """Build a model on the meta device and count its parameters."""
     spec = architecture_of(config).spec(config)
+    # On the meta device weights have shapes and no memory, so a model of any size is counted on a
+    # laptop.
     model = model_class(spec)(config, Topology(tensor, sequence, world=tensor), device="meta")
     sizes = [(parameter.numel(), whole_shape(parameter)) for parameter in model.parameters()]
     matrices = tuple(size for size, shape in sizes if len(shape) >= 2)
@@ -55,6 +57,8 @@ def model_size(config: PretrainedConfig, tensor: int, sequence: bool) -> ModelSi
         if numels := tuple(parameter.numel() for parameter in module.parameters(recurse=False)):
             modules.append(numels)
             parts = name.split(".")
+            # "transformer.layers.3.norm" is of layer 3, "transformer.embedding" of -1; the final
+            # norm and the head, whose name does not begin with "transformer", are of L.
             is_after_layers = parts[0] != "transformer" or "final_norm" in parts
             layers.append(
                 int(parts[2]) if "layers" in parts else spec.layers if is_after_layers else -1
@@ -224,6 +228,7 @@ class PaperMemory:
         )
         if not recomputes or policy.mode == "none":
             return formulas.saved(layer, core)
+        # Offloaded checkpoints are in host memory, and the plan counts them there.
         if policy.mode == "full":
             if self.workload.offloads_checkpoints:
                 return 0.0
@@ -234,6 +239,7 @@ class PaperMemory:
         """Return the activations that all layers keep, in the micro-batch that keeps the most."""
         layers = self.model.spec.layers
         policy = self.workload.policy
+        # The micro-batch that keeps its activations has the peak, however many others recompute.
         recomputed = 0 if policy.keep_micro_batches else len(policy.recomputed_layers(layers))
         saved = (layers - recomputed) * self.layer_bytes(recomputes=False)
         return saved + recomputed * self.layer_bytes(recomputes=True)

@@ -54,6 +54,7 @@ class Estimate:
     @cached_property
     def time(self) -> StepTime:
         """Return the seconds of one step."""
+        # A rank's parameters and not Ψ/t: replicated ones are on every rank.
         parameters = self.model.parameters.total
         return StepTimeEstimator(
             self.model.spec, self.workload, self.device, self.settings, parameters
@@ -86,6 +87,7 @@ class Estimate:
     @property
     def usable(self) -> float:
         """Return the largest peak [bytes of tensors] that fits on the device with all margins."""
+        # `needed` solved for the peak: peak · (1 + fragmentation) + reserved = memory.
         limit = (self.device.memory_gib * GIB - self.reserved) / (1 + self.device.fragmentation)
         return limit - (self.tensor_bytes - self.peak.total)
 
@@ -113,6 +115,7 @@ class Estimate:
         """Return the missing bytes of the device or of its share of host memory, whichever is
         more; ≤ 0 if it fits.
         """
+        # A node's shortage of host memory, per rank: both then count bytes of one rank.
         return max(-self.spare, -self.host_spare / min(self.device.per_node, self.ranks))
 
     @property

@@ -19,6 +19,7 @@ def page_locked(size: int) -> int:
     """Return the bytes that torch page-locks for a tensor of `size` bytes
     (ATen/core/CachingHostAllocator.h).
     """
+    # 5 bytes take 8, 8 take 8, 9 take 16.
     return 1 << (size - 1).bit_length()
 
 
@@ -76,6 +77,13 @@ class Workload:
         on the host.
         """
         recomputed = len(self.policy.recomputed_layers(layers))
+        # Where checkpoints are, for R recomputed layers with inputs of S bytes:
+        #
+        #                           on the device          on the host
+        #     by default           counted by the dry run   -
+        #     contiguous           R · S, all the time      -
+        #     offloaded            -                        R · (S page-locked)
+        #     both                 -                        R · S page-locked as one tensor
         slots = self.checkpointing.number_checkpoints or recomputed
         parts = self.tensor if self.sequence or self.partitions_checkpoints else 1
         size = self.itemsize * math.ceil(self.length * self.batch * hidden / parts)
@@ -275,7 +283,10 @@ class ZeroSettings:
         (1910.02054, section 7.1).
         """
         if self.stage == 3:
+            # Each micro-batch gathers in forward and once more in backward, and reduces.
             return 2 * self.accumulation, self.accumulation
+        # Stage 2 keeps gradients of its partition only, so it must reduce those of each micro-batch
+        # at once. Stages 0 and 1 sum them up locally and reduce once.
         reductions = self.accumulation if self.stage == 2 else 1
         return min(self.stage, 1), (1 if self.reduces_to_owners else 2) * reductions
 
