@@ -100,6 +100,13 @@ def prepare(
     # Standard input and the hub may give other documents the next time.
     can_resume = all(source.path is not None for source in sources)
     compute_identity = partial(output_identity, sources, spec, settings)
+    # From here on files are touched:
+    #
+    #     .corpus.progress/   blocks, committed     the spool; survives a kill
+    #                         tokenizer/            trained, complete
+    #                         encoded/              a second spool, of tokens
+    #     .corpus.partial/    what is written; locked, emptied by the next start
+    #     corpus/             the output, by a rename at the end
     with name_output_in_errors(output, spool_directory):
         identity = spool_identity(sources, spec, settings)
         # --overwrite reads standard input and the hub again: no output has the empty identity that
@@ -114,16 +121,20 @@ def prepare(
                 raise UserError("{where}: {detail}".format(**problems[0]))
             return reused
         with (
+            # First the lock of the output, then the spool: two processes never append to one spool.
             partial_directory(real_output, (TOKENIZER,)) as staging,
             _open_spool(spool_directory, identity, overwrite, can_resume) as spool,
         ):
             resumed = spool.counts.read
             preparation = Preparation(sources, spec, settings, spool, strict, processes, progress)
+            # Before the first document is read, because a tokenizer that cannot be saved would be
+            # refused only after all of them.
             preparation.save_existing_tokenizer(staging / TOKENIZER)
             preparation.read()
             documents = preparation.select(staging)
             encoder, encoded_blocks = preparation.encode(documents, staging / TOKENIZER)
             for number, source in enumerate(sources):
+                # A resumed start does not read a finished source, so its hash comes from the spool.
                 source.sha256 = spool.sha256[number]
             report = write_output(
                 staging, documents, encoded_blocks, encoder, compute_identity(), preparation.seconds
@@ -144,6 +155,7 @@ def name_output_in_errors(output: Path, spool_directory: Path | None = None) -> 
         yield
     except OSError as error:
         can_resume = (
+            # After a full disk the same command can go on; other errors would only come again.
             error.errno == errno.ENOSPC and spool_directory is not None and spool_directory.exists()
         )
         remedy = (
@@ -172,6 +184,8 @@ def _open_spool(
             "other settings "
             f"({different}): give the same settings to resume, or start over: --overwrite"
         )
+    # Other settings were refused above, unless --overwrite is given. Here an input or a library may
+    # have changed, and with it the blocks: all are made again.
     if spool.identity != identity or not can_resume:
         remove(directory)
         spool = Spool(directory)
@@ -179,6 +193,8 @@ def _open_spool(
         with contextlib.closing(spool.open(identity)):
             yield spool
     finally:
+        # Nothing was committed or can be resumed, or the output is complete and `prepare` has
+        # removed the file.
         if not (can_resume and (directory / COMMITTED).exists()):
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -188,6 +204,7 @@ def _clear_finished(directory: Path, identity: dict[str, Any], output: Path) -> 
     process uses it.
     """
     if directory.exists():
+        # Another process that holds the lock raises a UserError: then the spool is in use.
         with contextlib.suppress(UserError), partial_directory(output, (TOKENIZER,)):
             committed = Spool(directory).identity
             if committed is None or not differing_settings(committed, identity):
@@ -251,6 +268,8 @@ class Preparation:
             desc="reading", total=self.total_bytes or None, unit="B", unit_scale=True
         ) as bar:
             self._check_strict()
+            # In order, whatever process is faster: the spool, and so the output, has the same bytes
+            # with any number of processes.
             for block in map_in_order(self.processor, self._missing_blocks(bar), self.processes):
                 spool.append(block)
                 self._check_strict()
@@ -264,11 +283,14 @@ class Preparation:
         bytes_before = 0
         for number, source in enumerate(self.sources):
             if number not in self.spool.sha256:
+                # A source that is half in the spool is read from its start, because a compressed
+                # file has no other; its known blocks are only not processed again.
                 last = self.spool.last_blocks.get(number, -1)
                 for block in read_blocks(source):
                     bar.update(bytes_before + source.position - bar.n)
                     if block.number > last:
                         yield number, block, None
+                # The hash of a file is known once it was read to its end.
                 yield number, RecordBlock(source.name, 0, None, []), source.sha256
             bytes_before += source.size_and_time[0]
 
@@ -304,7 +326,11 @@ class Preparation:
         shutil.copytree(directory, destination)
         encoder = DocumentEncoder(load_tokenizer(directory), self.settings.sentences)
         self.seconds["tokenizer"] = time.perf_counter() - started
+        # Its identity is empty: the directory around it has one, and another tokenizer would be
+        # another directory.
         with contextlib.closing(Spool(self.spool.directory / "encoded").open({})) as encoded:
+            # Block k of tokens belongs to block k of documents, so the number of blocks says where
+            # to resume.
             numbers = range(len(encoded.blocks), len(documents.blocks))
             items = map(documents.block_to_encode, self.bar(numbers, "encoding", unit=" blocks"))
             results = map_in_order(partial(encode_stored, encoder), items, self.processes)
@@ -318,6 +344,7 @@ class Preparation:
         """Train the tokenizer on the training documents, unless the spool's directory has it;
         return its directory.
         """
+        # A kill during the training must not lose documents that were read.
         self.spool.commit()
         trained = self.spool.directory / TOKENIZER
         unfinished = self.spool.directory / "tokenizer.new"
@@ -330,5 +357,6 @@ class Preparation:
             tokenizer = self.spec.train(lambda: iter(bar(documents.texts(sample))))
             tokenizer.save_pretrained(str(unfinished))
             sync(unfinished)
+            # A rename, after all files are on disk: a directory of this name is always complete.
             os.replace(unfinished, trained)
         return trained

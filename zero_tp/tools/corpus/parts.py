@@ -93,6 +93,7 @@ def merge(
         part.model_dump(exclude={"tokenizer"}) for part in manifests
     ]  # `settings` has its files' hash
     sha256 = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+    # The parts' manifests have the hash of each file, so their hash stands for the whole content.
     identity = {**settings, "format": FORMAT, "parts": sha256, "validation": validation}
     real_output = Path(os.path.realpath(output))
     with name_output_in_errors(output):
@@ -102,6 +103,8 @@ def merge(
         with partial_directory(real_output, (TOKENIZER,)) as staging:
             documents = _join(paths, manifests)
             documents.select_validation(validation)
+            # Only part 0 has the tokenizer's files; the others have its fingerprint, compared
+            # above.
             shutil.copytree(paths[0] / TOKENIZER, staging / TOKENIZER)
             tokenizer = load_tokenizer(staging / TOKENIZER)
             if (recorded := manifests[0].tokenizer) is not None:
@@ -139,6 +142,7 @@ def _read_manifests(directory: Path) -> tuple[list[Path], list[Part]]:
             part.tokenizer.require_same(
                 first.tokenizer, f"the tokenizer of {path}", f"that of {paths[0].name}", _REMEDY
             )
+        # A part that was copied under another number would be merged twice.
         if path.name != f"{part.part:05d}":
             raise UserError(f"{path}: it is part {part.part} of {part.tasks}: {_REMEDY}")
     if missing := sorted(set(range(first.tasks)) - {part.part for part in manifests}):
@@ -153,6 +157,13 @@ def _join(paths: Sequence[Path], manifests: Sequence[Part]) -> DocumentTable:
     """Return the documents of all parts, in the order in which a single preparation would have
     read them.
     """
+    # Three inputs a, b, c and two tasks; each spool numbers its own sources from 0:
+    #
+    #     part 0    0 → a, 1 → c        of all inputs  a 0, c 2
+    #     part 1    0 → b               of all inputs  b 1
+    #     joined    blocks of a, b, c
+    #
+    # The order decides the order of documents, and so the bytes of the output.
     keys = [
         [(source.number, Path(source.name).parts, source.name) for source in part.sources]
         for part in manifests
@@ -166,6 +177,8 @@ def _join(paths: Sequence[Path], manifests: Sequence[Part]) -> DocumentTable:
         for block in Spool(path).blocks
     ]
     for part in manifests:
+        # From the manifests and not from the spools: a reader has dropped records that no spool has
+        # seen.
         counts.add(part.documents.read, part.documents.dropped, part.documents.problems)
     in_order = sorted(
         blocks, key=lambda block: block.source

@@ -170,6 +170,8 @@ def output_identity(
     """Return everything that decides the output. A newer setting is in it only if set: older
     outputs stay reusable.
     """
+    # A file counts by its content and not by its name, so a moved input leaves the output reusable.
+    # Of a data set of the hub only the name is known without reading it.
     hashes = [
         source.sha256 or (file_sha256(source.path) if source.path is not None else "")
         for source in sources
@@ -204,6 +206,7 @@ def spool_identity(
     identity: dict[str, Any] = {
         "format": [FORMAT, SPOOL_FORMAT],
         "inputs": [source.name for source in sources],
+        # Not hashes: hashing the inputs would read them once more before the first block.
         "sizes and times": [list(source.size_and_time) for source in sources],
         "versions": library_versions(),
         **asdict(settings) | {"decontaminate": []} | settings.enabled_options(),
@@ -216,6 +219,8 @@ def differing_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Return the names of the settings that differ between two spool identities; "" if none
     does.
     """
+    # These three may change between two starts without anybody having asked for it. Then the inputs
+    # are read again; only different settings are refused.
     settings = (before.keys() | now.keys()) - {"format", "versions", "sizes and times"}
     return ", ".join(sorted(name for name in settings if before.get(name) != now.get(name)))
 
@@ -285,12 +290,15 @@ def find_reusable(
     """
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
+    # It hashes the inputs, so it is computed only where there is an output to compare.
     identity = compute_identity()
     raw: dict[str, Any] = {}
     try:
         raw = read_json(output / REPORT, "")
         report = validate(Report, raw, str(output / REPORT))
     except UserError as error:
+        # A report of an older version may be invalid now and may still be replaced. Any other
+        # directory is not ours.
         if overwrite and {"identity", "files"} <= raw.keys():
             return None
         raise UserError(
@@ -322,6 +330,7 @@ def find_damage(directory: Path, files: Mapping[str, PreparedFile]) -> str | Non
         path = directory / name
         if not path.is_file():
             return f"{path} is missing"
+        # The cheap comparison first: half a copy shows without hashing.
         if (size := path.stat().st_size) != recorded.bytes:
             return f"{path} has {size:,} bytes instead of {recorded.bytes:,}"
         if (sha256 := file_sha256(path)) != recorded.sha256:

@@ -68,6 +68,7 @@ class StoredBlock(NamedTuple):
     lengths: Sequence[int]
 
     def read(self, column: str) -> bytes:
+        # One column at a time: hashes and sizes of all documents are read without their texts.
         index = COLUMNS.index(column)
         with open(self.path, "rb") as file:
             file.seek(self.start + sum(self.lengths[:index]))
@@ -115,6 +116,12 @@ class Spool:
         self._committed = directory / COMMITTED
         self._length = 0
         try:
+            # The directory of a preparation that was killed in its third block:
+            #
+            #     blocks      {identity} {header 0} columns 0 {header 1} columns 1 {header 2} colu
+            #     committed   the length up to here -----------------------------^
+            #
+            # The next start reads the headers of blocks 0 and 1 and truncates the rest.
             if self._committed.is_file() and self.path.is_file():
                 self._load(int(self._committed.read_text()))
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -122,12 +129,14 @@ class Spool:
 
     def _load(self, length: int) -> None:
         with open(self.path, "rb") as file:
+            # Fewer bytes than were synced: not a kill, but another program or a broken disk.
             if (size := os.fstat(file.fileno()).st_size) < length:
                 raise ValueError(f"{size:,} bytes instead of {length:,}")
             line = file.readline()
             self.identity = json.loads(line)
             self._length = len(line)
             while self._length < length:
+                # Only headers are read. Columns may be many times the memory.
                 file.seek(self._length)
                 self._index(file.readline())
 
@@ -137,6 +146,7 @@ class Spool:
         """
         assert self.identity in (None, identity)
         self.directory.mkdir(parents=True, exist_ok=True)
+        # Append mode, so whatever is written goes behind the committed blocks after the truncation.
         self._file = open(self.path, "ab")  # noqa: SIM115 - closed by close()
         self._file.truncate(self._length)
         if self.identity is None:
@@ -174,12 +184,16 @@ class Spool:
     def commit(self) -> None:
         """Sync all blocks to disk, then record the file's length."""
         self.flush()
+        # The blocks first, then their length. In the other order a power failure could leave a
+        # length without its blocks.
         os.fsync(self._file.fileno())
         write_atomically(self._committed, str(self._length))
         self._next_commit = time.monotonic() + COMMIT_SECONDS
 
     def flush(self) -> None:
         """Make all blocks readable."""
+        # Readers open the file by its name and would not see what is still in this process's
+        # buffer.
         self._file.flush()
 
     def close(self) -> None:
