@@ -41,6 +41,8 @@ def check_choices(
             raise ValueError(
                 f"{field}[{number}] is {json_kind(type(choice).__name__)}; write a text"
             )
+    # lm-eval looks a text up among the choices, and counts the question as wrong if it is not
+    # there.
     if isinstance(gold, str):
         if gold not in choices:
             raise ValueError(
@@ -107,5 +109,6 @@ def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(
             f"--data {MULTIPLE_CHOICE}={file}: it can't be read ({first_line(error)})"
         ) from error
+    # Rows are counted from 1, as lines are.
     for number, record in enumerate(rows, 1):
         yield location(str(file), number), record

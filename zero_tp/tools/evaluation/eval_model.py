@@ -55,6 +55,13 @@ def pad(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
 
     Padding is on the right, so a causal model needs no attention mask.
     """
+    # A row of tokens a b c d of which 2 are scored, and a row e f with the alternative g:
+    #
+    #     inputs    labels: target | alternative
+    #     a b c     -|-  c|-  d|-
+    #     e 0 0     f|g  -|-  -|-
+    #
+    # "-" is -100. Inputs are all tokens but the last, labels all but the first.
     longest = max(map(len, rows))
     alternatives = 1 + max(len(row.alternatives) for row in rows)
     input_ids = torch.zeros(len(rows), longest, dtype=torch.long)
@@ -101,6 +108,8 @@ class HuggingFaceScorer:
     def __call__(self, input_ids: Tensor, labels: Tensor) -> TokenScores:
         scored = (labels != IGNORE_INDEX).any(2)  # [b, n]
         columns = torch.arange(labels.shape[1], device=labels.device)
+        # [n] positions that at least one row scores. Rows of a batch end in different places, so
+        # some logits are computed in vain, but never a whole prompt's.
         columns = columns[scored.any(0)] if self._can_keep_logits else columns
         nll = torch.zeros(labels.shape, device=labels.device)
         greedy = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
@@ -108,6 +117,8 @@ class HuggingFaceScorer:
             {"logits_to_keep": columns} if self._can_keep_logits else {}
         )
         vocabulary = self.model.config.get_text_config().vocab_size
+        # A vocabulary of 50,257 and 1,024 positions take 196 MiB a row in fp32, so 512 MiB hold two
+        # rows.
         rows = max(1, self.logits_bytes // (max(1, len(columns)) * vocabulary * 4))
         for start in range(0, len(input_ids), rows):
             group = slice(start, start + rows)
@@ -120,6 +131,7 @@ class HuggingFaceScorer:
                 nll[targets], greedy[targets] = scores_of_logits(
                     logits[row, column].float(), labels[targets]
                 )
+        # A scored position has a score in each column, also where its row has fewer alternatives.
         return TokenScores(
             nll.masked_fill_(labels == IGNORE_INDEX, 0.0), greedy & (labels != IGNORE_INDEX)
         )
@@ -174,6 +186,7 @@ class EvalModel:
         if self.topology.world > 1:
             digest = hashlib.sha256()
             for request in requests:
+                # The length first: "ab" + "c" and "a" + "bc" must differ.
                 digest.update(len(request).to_bytes(8) + request)
             require_same_on_all_ranks(
                 {"the requests of a task": f"SHA-256 {digest.hexdigest()[:12]}…"}
@@ -205,6 +218,13 @@ class EvalModel:
             leave=False,
             file=sys.__stderr__,
         ) as bar:
+            # 5 batches on DP 2; rank 1 computes the last one once more and drops it:
+            #
+            #     round     0   1   2
+            #     rank 0    0   2   4
+            #     rank 1    1   3   (4)
+            #
+            # So all ranks run as many forwards, each of which gathers parameters under ZeRO-3.
             for start in range(0, len(batches), ranks):
                 result = function(batches[min(start + rank, len(batches) - 1)])
                 if start + rank < len(batches):
@@ -228,6 +248,8 @@ class EvalModel:
         self.require_same_requests(
             row.tokens.tobytes() + repr((row.scored, row.alternatives)).encode() for row in rows
         )
+        # Before the batches go to ranks: the same rows are in a batch, and so padded to the same
+        # length, with any DP size. That makes the sums equal bit for bit.
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
         batches = [
             order[start : start + self.batch_size]
@@ -248,7 +270,9 @@ class EvalModel:
         input_ids, labels = pad(rows)
         nll, greedy = self.scorer(input_ids.to(self.device), labels.to(self.device))
         # A row with alternatives has one scored target, so each column sums one label.
+        # In fp64, because a window may have thousands of targets.
         sums = nll.double().sum(1).tolist()
+        # What is not scored must not spoil `all`.
         arg_max = (greedy | (labels == IGNORE_INDEX).to(greedy.device)).all(1).tolist()
         return [
             [Score(*score) for score in zip(sums[index], arg_max[index], strict=True)][

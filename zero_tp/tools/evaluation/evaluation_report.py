@@ -66,6 +66,8 @@ def table(report: Mapping[str, Any]) -> str:
         if "lm_eval" in result:
             rows += lines[1:] if rows else lines
             for key, value in result["lm_eval"].items():
+                # One table for all of lm-eval's tasks: its `make_table` takes the results of one
+                # evaluation, and each task here is one.
                 harness.setdefault(key, {}).update(value)
         else:
             parts.append("\n".join(text_table(lines)))

@@ -53,6 +53,7 @@ def usable_positions(config: PretrainedConfig) -> int | None:
     positions: int | None = getattr(config, "max_position_embeddings", None)
     if positions is None or config.model_type not in FIRST_POSITION_AFTER_PADDING:
         return positions
+    # RoBERTa's 514 positions and padding id 1: its first token has position 2, so 512 fit.
     return positions - (config.pad_token_id or 0) - 1
 
 
@@ -244,6 +245,8 @@ class ModelDirectory:
 
         model = open_model(self.path, self.config, dtype, allow_pickle=self.allow_pickle)
         try:
+            # Two steps with errors of their own: a device may have too little memory, and a config
+            # may not fit its class.
             model.to(device)
         except (RuntimeError, AssertionError) as error:  # too little memory
             raise UserError(f"--device {device}: {first_line(error)}") from error
@@ -265,6 +268,11 @@ class ModelDirectory:
         import torch
 
         vocabulary = self.config.get_text_config().vocab_size
+        # Two rows of two tokens that differ in the second one only. A causal model's logits at the
+        # first are the same:
+        #
+        #     row 0    x x    logits after the first x
+        #     row 1    x y    logits after the first x: equal, unless the model sees y
         rows = torch.full((2, 2), vocabulary - 1, device=model.device)
         rows[1, 1] = max(vocabulary - 2, 0)
         with torch.no_grad():
@@ -291,6 +299,7 @@ def check_tokenizer(
             f"{path}: its tokenizer has neither a bos nor an eos token to put before a text"
         )
     vocabulary = config.get_text_config().vocab_size
+    # Ids may have holes, so the number of tokens alone does not tell the largest id.
     largest = max(len(tokenizer) - 1, *tokenizer.get_vocab().values())
     if largest >= vocabulary:
         raise UserError(

@@ -25,6 +25,7 @@ def open_task_directory(path: Path) -> TaskManager:
         try:
             config = _yaml_loader.load_yaml(file, resolve_func=False)
             if config.keys() & {"task", "group", "class"}:  # other files are only included
+                # lm-eval only logs a second file of a name, and skips it.
                 _check_names(config, index)
                 TaskIndex.process_cfg(config, file, index)
             if not all(isinstance(name, str) for name in index):
@@ -68,6 +69,7 @@ def find_task_manager(names: Sequence[str], directory: TaskManager | None) -> Ta
     defaults = TaskManager(include_defaults=True)
     if directory is None:
         return defaults
+    # The right side wins: a user's task replaces lm-eval's of the same name.
     merged = dict(defaults.task_index) | directory.task_index
     if any(name in merged and merged[name].kind in (Kind.TAG, Kind.GROUP) for name in names):
         _check_tags(directory, defaults.task_index)
@@ -80,6 +82,7 @@ class _IndexedManager(TaskManager):
     """
 
     def __init__(self, index: dict[str, Entry], include_path: Any) -> None:
+        # The attributes below are lm-eval's own; its constructor would fill them from files.
         super().__init__(include_defaults=False)
         self.include_path = include_path
         self._index = index
@@ -102,6 +105,8 @@ def _check_tags(directory: TaskManager, defaults: Mapping[str, Entry]) -> None:
     for tag in directory.all_tags:
         own = directory.task_index[tag]
         other = defaults.get(tag)
+        # lm-eval's tag ai2_arc has arc_easy and arc_challenge. A directory's tag of that name with
+        # arc_easy alone would silently make --tasks ai2_arc evaluate half.
         if other is None or (other.kind is Kind.TAG and other.tags <= own.tags):
             continue
         raise UserError(

@@ -81,6 +81,8 @@ class RunInfo:
         return self._run_ids().get(name)
 
     def save_run_id(self, name: str, run_id: object) -> None:
+        # Each tracker's thread reads the file, adds its id and writes it again. Without the lock
+        # one of two ids would be lost.
         with _RUN_IDS_LOCK:
             run_ids = self._run_ids() | {name: str(run_id)}
             write_atomically(self.directory / RUN_IDS, json.dumps(run_ids, indent=2) + "\n")
@@ -133,6 +135,7 @@ class Tracker:
         arguments = {
             key: value for key, value in arguments.items() if value is not None or key == "run_name"
         }
+        # accelerate's class without an Accelerator, which would need accelerate's state too.
         tracker = tracking.LOGGER_TYPE_TO_CLASS[service.package](**arguments)
         tracker.main_process_only = False  # only rank 0 opens it
         tracker.start()
@@ -140,6 +143,7 @@ class Tracker:
             service.setup(tracker, run, options)
         elif run_id is None:
             tracker.store_init_configuration(run.parameters())
+        # After the start, because only then the service has given an id.
         if service.run_id is not None:
             run.save_run_id(name, service.run_id(tracker.tracker))
         self._tracker = tracker
@@ -175,6 +179,7 @@ def _log_config_as_text(tracker: Any, run: RunInfo, block: Options) -> None:
 def _wandb(run: RunInfo, block: Options, run_id: str | None) -> dict[str, Any]:
     return {
         **{
+            # accelerate calls a project `run_name`; the default is that of DeepSpeed's block.
             "run_name": block.get("project", "deepspeed"),
             "group": block.get("group"),
             "entity": block.get("team"),
@@ -185,6 +190,8 @@ def _wandb(run: RunInfo, block: Options, run_id: str | None) -> dict[str, Any]:
 
 
 def _define_step_axis(tracker: Any, run: RunInfo, block: Options) -> None:
+    # W&B's own step must rise, and a resumed run trains some steps again: so the axis is a logged
+    # value.
     tracker.tracker.define_metric("step")
     tracker.tracker.define_metric("*", step_metric="step")
 
@@ -288,6 +295,8 @@ class CsvFiles:
             block.get("output_path") or run.directory / "csv", block.get("job_name") or run.name
         )
         self.directory.mkdir(parents=True, exist_ok=True)
+        # A directory in the config may be shared by runs of the same job_name, and rewriting would
+        # cut the other run's files.
         owner = self.directory / "run_id"
         run_id = run.saved_id("csv_monitor") or uuid.uuid4().hex
         if owner.exists() and owner.read_text() != run_id:
@@ -297,6 +306,12 @@ class CsvFiles:
         write_atomically(owner, run_id)
         run.save_run_id("csv_monitor", run_id)
         for path in filter(Path.is_file, self.directory.glob("*.csv")):
+            # A run that resumes from step 2; the last line was being written when it was killed:
+            #
+            #     step,loss      step,loss
+            #     1,4.1          1,4.1
+            #     2,3.9          2,3.9
+            #     3,3.            (removed, as a whole line of step 3 would be)
             lines = path.read_text(errors="replace").splitlines(keepends=True)
             header, *rows = [
                 line.rstrip("\n").split(",") for line in lines if line.endswith("\n")
@@ -317,6 +332,8 @@ class CsvFiles:
     def log(self, values: Values, step: int) -> None:
         for name, value in values.items():
             path = self.directory / _file_name(name)
+            # Only the last part of a name is in the header, as DeepSpeed's monitor writes it; the
+            # file's name has all parts.
             header = (
                 "" if path.exists() and path.stat().st_size else f"step,{name.rsplit('/', 1)[-1]}\n"
             )
@@ -395,6 +412,7 @@ class TrackerThread(threading.Thread):
         """Queue values for the tracker, or drop them and report the first time if MAX_QUEUED
         lines wait.
         """
+        # The caller is a step: it must neither wait nor fail.
         if self.queue.qsize() < MAX_QUEUED:
             self.queue.put((values, step))
         elif not self._has_dropped:
@@ -406,6 +424,8 @@ class TrackerThread(threading.Thread):
 
     def run(self) -> None:
         with self._tolerate():
+            # Opening connects to the service. If it fails, the outer block ends the thread, and
+            # later lines are not queued (`Trackers.on_log`). A line that fails loses only itself.
             tracker = self._open()
             while (line := self.queue.get()) is not None:
                 with self._tolerate():
@@ -454,6 +474,7 @@ class Trackers(Callback):
         seconds = CLOSE_SECONDS if state.error is None else CLOSE_SECONDS_AFTER_ERROR
         deadline = time.monotonic() + seconds
         for thread in self._threads:
+            # Every thread gets its end before any is waited for, so all close at the same time.
             thread.queue.put(None)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -26,6 +26,7 @@ def model_card(checkpoint: RunCheckpoint) -> str:
     manifest = checkpoint.manifest
     task = "fill-mask" if manifest.generation is None else "text-generation"
     data = ModelCardData(library_name="transformers", pipeline_tag=task, tags=["zero_tp"])
+    # RUN/checkpoints/step_00000500: the run is two levels up.
     run = checkpoint.path.resolve().parent.parent
     facts = _facts(manifest) | {"losses": _losses(run, manifest.step)}
     facts["libraries"] = ", ".join(
@@ -88,6 +89,7 @@ def _losses(run: Path, step: int) -> str:
         return ""
     losses = []
     for name, label in LOSSES.items():
+        # The run may have gone on after this checkpoint.
         logged = [pair for pair in metrics.series.get(name, {}).items() if pair[0] <= step]
         losses += [f"{label} {value:.4f} at step {last_step:,}" for last_step, value in logged[-1:]]
     return ", ".join(losses)

@@ -90,6 +90,8 @@ def draw_runs(runs: list[Run], against: str) -> Any:
     ]
     ends = [run.last_step * x_scale for run, x_scale in zip(runs, x_scales, strict=True)]
     starts = [run.first_step * x_scale for run, x_scale in zip(runs, x_scales, strict=True)]
+    # On a linear axis a run of a fifth of the length or less would be a short piece at the left
+    # edge.
     logarithmic = max(ends) > 5 * min(ends) and min(starts) > 0
     left, right = (
         (0.9 * min(starts), 1.1 * max(ends))
@@ -162,6 +164,7 @@ class Curve:
 
 def _curves(runs: list[Run], labels: dict[str, str]) -> Iterator[Curve]:
     """Yield the curves of a panel, run by run."""
+    # Two curves on top of each other would look like one with a wrong label.
     labels = {name: label for name, label in labels.items() if not equals_mfu(runs, name)}
     for number, run in enumerate(runs):
         for index, (name, label) in enumerate(labels.items()):
@@ -170,6 +173,7 @@ def _curves(runs: list[Run], labels: dict[str, str]) -> Iterator[Curve]:
             factor = 100 if name in PERCENT else 1
             values = [factor * value for value in run.series[name].values()]
             is_noisy = not is_evaluation(name) and name not in NOT_NOISY and len(values) > SMOOTHING
+            # The same object if not smoothed: `is_smoothed` compares identities.
             line = smoothed(values) if is_noisy else values
             yield Curve(number, index, name, label, list(run.series[name]), values, line)
 
@@ -186,6 +190,7 @@ def _draw_panel(
     finite = list[float]()
     for curve in _curves(runs, labels):
         style = _line_style(curve.run if several else curve.index)
+        # With several runs the colour names the run, so a panel's second series needs another line.
         if several and curve.index:
             style |= {"linestyle": "-."}
         xs = [x_scales[curve.run] * step for step in curve.steps]
@@ -226,6 +231,8 @@ def smoothed(values: list[float]) -> list[float]:
 
     With decay d it is Σ dⁱ·x₋ᵢ / Σ dⁱ, d = 1 - 2/(n/50 + 1).
     """
+    # n = 500: a span of 10 values and d = 1 - 2/11 = 0.82. Dividing by the weights so far takes away
+    # the pull towards 0 that an average has which starts at 0.
     decay = 1 - 2 / (max(1.0, len(values) / SMOOTHING) + 1)
     total = weight = 0.0
     averages = []

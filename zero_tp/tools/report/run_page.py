@@ -39,6 +39,8 @@ def write_report(
             can't be written.
     """
     runs = read_runs(directories)
+    # Runs with other batches see another number of tokens in a step; against steps the larger batch
+    # would look better than it is.
     sizes = {run.tokens_per_step for run in runs}
     if against == "tokens" and None in sizes:
         without = next(run for run in runs if run.tokens_per_step is None)

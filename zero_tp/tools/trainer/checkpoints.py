@@ -50,6 +50,7 @@ def save_states(
         settings = zero.settings
         model = describe_model(zero)
         if zero.scheduler is None:
+            # One that Trainer steps. DeepSpeed's own is among what `describe_model` has.
             model["progress"]["schedule"] = scheduler.state_dict()
         return {
             **Parallelism(
@@ -62,6 +63,8 @@ def save_states(
             "config": settings.written(),
         }
 
+    # `checkpoint-500/` then has Trainer's files beside a directory `checkpoints/step_00000500`, as
+    # a run has it.
     saver = Saver(zero, folder, describe, timeout_minutes=timeout_minutes)
     saver.save(step)
     outcome = saver.outcome()
@@ -80,6 +83,8 @@ def has_only_weights(folder: Path) -> bool:
     """
 
     def find() -> bool:
+        # Weights beside another optimizer's states: whoever saved them wants to go on with these,
+        # and to start again silently would lose them.
         states = [path for pattern in STATES for path in folder.glob(pattern)]
         return not states and any(folder.glob("*.safetensors"))
 
@@ -113,6 +118,8 @@ def resume_states(zero: ZeroEngine, scheduler: Any, folder: Path, seed: int) -> 
     checkpoint = find_on_all_ranks(partial(find_checkpoint, folder))
     assert checkpoint is not None
     optimizer = zero.states().optimizer
+    # Adam's moments are `exp_avg` and `exp_avg_sq`, SGD's momentum `momentum_buffer`: neither has a
+    # meaning for the other.
     foreign = "exp_avg" if isinstance(optimizer, torch.optim.SGD) else "momentum_buffer"
     if foreign in checkpoint.manifest.kinds:
         raise UserError(
