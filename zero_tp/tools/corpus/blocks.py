@@ -108,8 +108,9 @@ def _hashes(texts: Sequence[bytes], dtype: str, key: bytes = b"") -> npt.NDArray
 def encode_stored(
     encoder: DocumentEncoder, block: StoredBlock, lengths: npt.NDArray[np.int64], selected: Mask
 ) -> dict[str, bytes]:
-    """Return the token columns of a block with texts of `lengths` bytes; documents that aren't
-    selected have none.
+    """Return the token columns of a block.
+
+    Documents that are not selected have no tokens; `lengths` are the bytes of each text.
     """
     columns = encoder.columns(encoder.encode(block.texts(lengths, selected)))
     sizes = np.zeros(len(selected), np.int64)

@@ -148,8 +148,9 @@ def prepare(
 
 @contextlib.contextmanager
 def name_output_in_errors(output: Path, spool_directory: Path | None = None) -> Iterator[None]:
-    """Turn an OSError into a UserError that names the output, and says if the spool allows
-    resuming.
+    """Turn an OSError into a UserError that names the output.
+
+    After a full disk it says that the same command resumes, if there is a spool.
     """
     try:
         yield
@@ -170,8 +171,9 @@ def name_output_in_errors(output: Path, spool_directory: Path | None = None) -> 
 def _open_spool(
     directory: Path, identity: dict[str, Any], overwrite: bool, can_resume: bool
 ) -> Iterator[Spool]:
-    """Open the spool in `directory`, with the blocks of an interrupted preparation; see
-    `prepare`.
+    """Open the spool in `directory`, with the blocks of an interrupted preparation.
+
+    See `prepare` for the arguments. The end of the block removes a spool that cannot be resumed.
     """
     spool = Spool(directory)
     if (
@@ -200,8 +202,11 @@ def _open_spool(
 
 
 def _clear_finished(directory: Path, identity: dict[str, Any], output: Path) -> None:
-    """Remove the spool of a process that was killed after it wrote the output, unless another
-    process uses it.
+    """Remove the spool of a process that was killed after it had written the output.
+
+    A spool that another process uses stays.
+
+    A spool that another process uses stays.
     """
     if directory.exists():
         # Another process that holds the lock raises a UserError: then the spool is in use.
@@ -212,8 +217,9 @@ def _clear_finished(directory: Path, identity: dict[str, Any], output: Path) -> 
 
 
 class Preparation:
-    """The stages of `prepare` before the output is written; each resumes where an interrupted
-    preparation stopped.
+    """The stages of `prepare` before the output is written.
+
+    Each resumes where an interrupted preparation stopped.
 
     Attributes:
         seconds: stage → its duration.
@@ -252,8 +258,9 @@ class Preparation:
         self.seconds: dict[str, float] = {}
 
     def save_existing_tokenizer(self, destination: Path) -> None:
-        """Save the tokenizer unless it is to be trained, before any document is read: it may be
-        refused.
+        """Save the tokenizer, unless it is to be trained.
+
+        This comes before any document is read, because the tokenizer may be refused.
         """
         started = time.perf_counter()
         if self.tokenizer is not None and self.spec.directory is not None:
@@ -277,8 +284,9 @@ class Preparation:
         self.seconds["reading"] = time.perf_counter() - started
 
     def _missing_blocks(self, bar: tqdm) -> Iterator[tuple[int, RecordBlock, str | None]]:
-        """Yield the blocks that are not in the spool, and after a source's last one an empty
-        block with its SHA-256.
+        """Yield the blocks that are not in the spool.
+
+        After a source's last block comes an empty one with the source's SHA-256.
         """
         bytes_before = 0
         for number, source in enumerate(self.sources):
@@ -316,8 +324,9 @@ class Preparation:
     def encode(
         self, documents: DocumentTable, destination: Path
     ) -> tuple[DocumentEncoder, Sequence[StoredBlock]]:
-        """Return the encoder, and the blocks with the documents' tokens; save the tokenizer if
-        it is trained.
+        """Return the encoder, and the blocks with the documents' tokens.
+
+        A tokenizer that has to be trained is trained first, and saved in `destination`.
         """
         started = time.perf_counter()
         if self.processor.encoder is not None:
@@ -341,8 +350,9 @@ class Preparation:
         return encoder, encoded.blocks
 
     def _train(self, documents: DocumentTable) -> Path:
-        """Train the tokenizer on the training documents, unless the spool's directory has it;
-        return its directory.
+        """Train the tokenizer on the training documents and return its directory.
+
+        If the spool's directory has it from an earlier start, it is not trained again.
         """
         # A kill during the training must not lose documents that were read.
         self.spool.commit()

@@ -163,8 +163,9 @@ class TokenizedCorpus(PipelineStep):
         self.settings = identity | dict(settings or {})
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
-        """Write the part of task `rank`, which replaces one of a killed task or of an earlier
-        run.
+        """Write the part of task `rank`.
+
+        It replaces the part of a killed task or of an earlier run.
         """
         part = self.parts / f"{rank:05d}"
         with (
@@ -219,8 +220,9 @@ class TokenizedCorpus(PipelineStep):
     def _blocks(
         self, data: Iterable[Document], sources: dict[NumberedInput, int]
     ) -> Iterator[tuple[int, RecordBlock]]:
-        """Yield the number of a source and a block of its documents. New sources are added to
-        `sources`.
+        """Yield the number of a source and a block of its documents.
+
+        New sources are added to `sources`.
         """
         numbers = itertools.count()
         # A task's inputs come one after another, so a run of documents of one input is all of it.

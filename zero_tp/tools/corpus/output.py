@@ -70,8 +70,9 @@ class DocumentTable:
             yield from block.texts(self.facts["bytes"][rows], selected[rows])
 
     def remove(self, duplicates: str | None) -> Iterator[dict[str, Any]]:
-        """Drop exact copies, near ones if `duplicates` is "near", and documents that overlap with
-        an evaluation set.
+        """Drop exact copies, near copies and documents that overlap with an evaluation set.
+
+        Near copies are dropped only if `duplicates` is "near".
 
         Yields a record for removed.jsonl of each: its location, the reason, and the document that
         it is a copy of.
@@ -201,8 +202,9 @@ class SplitWriter(IndexedWriter):
         sizes: npt.NDArray[np.int64],
         begins: Mask,
     ) -> None:
-        """Append the selected documents of a block, bool [documents]; `begins`: see
-        `add_documents`, or empty.
+        """Append the selected documents of a block, bool [documents].
+
+        `begins` is that of `add_documents`, or empty.
         """
         # From documents to tokens: sizes 3, 2, 1 and documents yes, no, yes give yes yes yes no no
         # yes.
@@ -225,8 +227,9 @@ def write_output(
     identity: dict[str, Any],
     seconds: dict[str, float],
 ) -> dict[str, Any]:
-    """Write both corpora, the texts of the validation documents and the report next to
-    `tokenizer/`; return the report.
+    """Write both corpora, the texts of the validation documents and the report.
+
+    They go next to `tokenizer/` in `directory`. Returns the report.
 
     Args:
         encoded_blocks: the blocks with the documents' tokens.

@@ -1,5 +1,6 @@
-"""Parts of a corpus: each task of a datatrove pipeline (datatrove.py) writes one, `zero-tp prepare
---merge` joins them.
+"""Parts of a corpus, which the tasks of a datatrove pipeline write.
+
+datatrove.py writes them, and `zero-tp prepare --merge` joins them.
 
 `PARTS/00003` is the part of task 3: a spool of its documents, and `part.json`, which records the
 settings and the SHA-256 of every file. The split depends on the hashes of all documents, so merging

@@ -167,8 +167,9 @@ class Report(ConfigModel):
 def output_identity(
     sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings
 ) -> dict[str, Any]:
-    """Return everything that decides the output. A newer setting is in it only if set: older
-    outputs stay reusable.
+    """Return everything that decides the output.
+
+    A newer setting is in it only if it is set, so older outputs stay reusable.
     """
     # A file counts by its content and not by its name, so a moved input leaves the output reusable.
     # Of a data set of the hub only the name is known without reading it.
@@ -216,8 +217,9 @@ def spool_identity(
 
 
 def differing_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return the names of the settings that differ between two spool identities; "" if none
-    does.
+    """Return the names of the settings that differ between two spool identities.
+
+    It is "" if none differs.
     """
     # These three may change between two starts without anybody having asked for it. Then the inputs
     # are read again; only different settings are refused.
@@ -285,8 +287,9 @@ def check_validation_size(validation: float) -> None:
 def find_reusable(
     output: Path, compute_identity: Callable[[], dict[str, Any]], overwrite: bool
 ) -> Prepared | None:
-    """Return the existing output if its identity is that of `compute_identity`; None: nothing
-    can be reused.
+    """Return the existing output if its identity is that of `compute_identity`.
+
+    None: nothing can be reused.
     """
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
@@ -323,8 +326,9 @@ def find_reusable(
 
 
 def find_damage(directory: Path, files: Mapping[str, PreparedFile]) -> str | None:
-    """Describe the first file that differs from its record, which `describe_files` made; None:
-    none does.
+    """Describe the first file that differs from its record; None: none differs.
+
+    `describe_files` made the records.
     """
     for name, recorded in files.items():
         path = directory / name

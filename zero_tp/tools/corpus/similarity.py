@@ -100,8 +100,9 @@ class NearDuplicate(NamedTuple):
 def near_duplicates(
     numbered: Iterable[tuple[int, bytes]], sketch_of: Callable[[int], bytes]
 ) -> Iterator[NearDuplicate]:
-    """Yield the documents of similarity at least 0.7 with an earlier one that is no near duplicate
-    itself.
+    """Yield the documents that are near copies of an earlier one.
+
+    Their similarity is at least 0.7. The earlier one is no near copy itself.
 
     Memory: 0.7 to 1.4 KB a document that is no duplicate (measured with 40,000).
 
@@ -166,8 +167,10 @@ def _normalized(text: str) -> str:
 
 @dataclass(frozen=True)
 class EvaluationSets:
-    """Evaluation sets: sorted hashes of their 13-grams (`ngram_hashes`), and normalised titles
-    of WikiText articles.
+    """The n-grams and titles of evaluation sets.
+
+    `hashes` are the sorted hashes of their 13-grams (`ngram_hashes`), `titles` the normalised
+    titles of WikiText articles.
     """
 
     hashes: npt.NDArray[np.uint64]
@@ -202,8 +205,10 @@ class EvaluationSets:
         return cls(np.unique(np.concatenate(parts)), frozenset(titles))
 
     def overlap_with(self, document: Document) -> bool:
-        """Return whether a document has 13 consecutive words of a set, or its title or first
-        line is a set's title.
+        """Return whether a document overlaps with a set.
+
+        It does if it has 13 consecutive words of one, or if its title or first line is a set's
+        title.
         """
         first = document.text.lstrip().partition("\n")[0]
         if self.titles and not self.titles.isdisjoint(

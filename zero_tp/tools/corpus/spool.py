@@ -1,5 +1,6 @@
-"""Processed blocks of documents in an append-only file, from which an interrupted preparation
-resumes.
+"""Processed blocks of documents in an append-only file.
+
+An interrupted preparation resumes from it.
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ class StoredBlock(NamedTuple):
             return file.read(self.lengths[index])
 
     def texts(self, lengths: npt.NDArray[np.int64], selected: Mask) -> list[str]:
-        """Return the texts of the selected documents, bool [documents]; `lengths`: bytes of each
-        text.
+        """Return the texts of the selected documents, bool [documents].
+
+        `lengths` are the bytes of each text.
         """
         texts = (
             split_bytes(zstandard.decompress(self.read("texts")), lengths) if selected.any() else []
@@ -141,8 +143,9 @@ class Spool:
                 self._index(file.readline())
 
     def open(self, identity: Mapping[str, Any]) -> Spool:
-        """Open the file to append blocks. `identity` must be that of the committed blocks, if
-        there are any.
+        """Open the file to append blocks.
+
+        `identity` must be that of the committed blocks, if there are any.
         """
         assert self.identity in (None, identity)
         self.directory.mkdir(parents=True, exist_ok=True)

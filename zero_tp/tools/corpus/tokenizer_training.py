@@ -36,8 +36,9 @@ WORDPIECE_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """A tokenizer to train, of a `kind` (see `MIN_SIZES`) and `size`, or the `directory` of an
-    existing one.
+    """A tokenizer to train, or the `directory` of an existing one.
+
+    One to train has a `kind` (see `MIN_SIZES`) and a `size`.
     """
 
     kind: str | None = None
@@ -120,9 +121,7 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
 
 
 def _split_long_words(words: PreTokenizer) -> PreTokenizer:
-    """Return a pre-tokenizer that splits texts into words, and words into pieces of at most
-    `LONGEST_WORD`.
-    """
+    """Return a pre-tokenizer that cuts the pieces of `words` at `LONGEST_WORD`."""
     from tokenizers import pre_tokenizers
 
     return pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(length=LONGEST_WORD)])
@@ -131,8 +130,9 @@ def _split_long_words(words: PreTokenizer) -> PreTokenizer:
 def train_wordpiece(
     texts: Callable[[], Iterator[str]], size: int, *, cased: bool
 ) -> PreTrainedTokenizerFast:
-    """Train a WordPiece vocabulary like BERT's; special tokens are [PAD] (id 0), [UNK], [CLS],
-    [SEP] and [MASK].
+    """Train a WordPiece vocabulary like BERT's.
+
+    Its special tokens are [PAD] (id 0), [UNK], [CLS], [SEP] and [MASK].
 
     Text is cleaned like BERT's: without control characters and, unless `cased`, in lower case
     without accents. Only the 1,000 most frequent characters are known. UserError: they alone are

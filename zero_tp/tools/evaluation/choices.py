@@ -1,5 +1,6 @@
-"""Checks of multiple-choice questions, for which lm-eval would report an accuracy of 0. Needs no
-torch.
+"""Checks of multiple-choice questions. Needs no torch.
+
+lm-eval would report an accuracy of 0 for questions that fail them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Score rows of tokens with a model of zero_tp or transformers; data-parallel ranks share the
-batches.
+"""Score rows of tokens with a model of zero_tp or transformers.
+
+Data-parallel ranks share the batches.
 
 Shapes: b batch, n tokens of a row, k alternatives.
 """
@@ -41,8 +42,10 @@ Collective over TP.
 
 
 class Score(NamedTuple):
-    """Summed negative log-likelihood of a row's scored targets in nats, and whether all were the
-    arg-max.
+    """The score of a row.
+
+    `nll` is the summed negative log-likelihood of its scored targets in nats, `greedy` whether all
+    of them were the arg-max.
     """
 
     nll: float
@@ -167,8 +170,9 @@ class EvalModel:
     quiet: bool = False
 
     def encode(self, text: str) -> Tokens:
-        """Tokenize without special tokens; a special token's spelling is plain text, as in a
-        prepared corpus.
+        """Tokenize without special tokens.
+
+        A special token's spelling is plain text, as in a prepared corpus.
         """
         # verbose=False: no warning about the length
         ids = self.tokenizer.encode(
@@ -177,8 +181,9 @@ class EvalModel:
         return np.array(ids, dtype=np.int64)
 
     def require_same_requests(self, requests: Iterable[bytes]) -> None:
-        """Check that all ranks have the same requests: files may differ between machines.
-        Collective.
+        """Check that all ranks have the same requests. Collective.
+
+        Files may differ between machines.
 
         Raises:
             UserError: on every rank.
@@ -195,8 +200,9 @@ class EvalModel:
     def map_batches(
         self, function: Callable[[T], R], batches: Sequence[T], size: Callable[[T], int], title: str
     ) -> list[R]:
-        """Apply `function` to each batch on one DP rank; return all results, in order, on every
-        rank. Collective.
+        """Apply `function` to each batch on one DP rank. Collective.
+
+        Every rank gets all results, in order.
 
         Args:
             size: returns the tokens of a batch, for the progress bar on rank 0's terminal.
@@ -239,8 +245,9 @@ class EvalModel:
     # inference_mode's tensors could not be used in training, and ZeRO-3 gathers parameters here
     @torch.no_grad()
     def score(self, rows: Sequence[Row], title: str = "") -> list[list[Score]]:
-        """Return the scores of every row (its targets, then each alternative), in order, on every
-        rank. Collective.
+        """Return the scores of every row, in order, on every rank. Collective.
+
+        A row has the score of its targets, then one for each alternative.
 
         Rows are sorted by length, longest first: less padding, and the first batch shows whether
         memory suffices.

@@ -82,8 +82,9 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def write_samples(path: Path, report: dict[str, Any]) -> list[Path]:
-    """Move the samples out of a report into files next to `path`: JSON lines in lm-eval's
-    format, a file per task.
+    """Move the samples out of a report into files next to `path`.
+
+    Each task has a file of JSON lines in lm-eval's format.
     """
     written = []
     for result in report["tasks"].values():

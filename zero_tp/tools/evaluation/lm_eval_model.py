@@ -80,8 +80,9 @@ class LMEvalModel(HFLM):
         return [(-scores[row][choice].nll, scores[row][choice].greedy) for row, choice in places]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """Return each request's generated text, up to its stop sequences. A batch has requests
-        of equal options.
+        """Return each request's generated text, up to its stop sequences.
+
+        A batch has requests of equal options.
         """
         if not callable(getattr(self.eval_model.module, "generate", None)):
             raise UserError(

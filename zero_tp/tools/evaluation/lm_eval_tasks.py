@@ -224,8 +224,9 @@ class LMEvalTask(Task):
             )
 
     def _set_fewshot(self, task: Any) -> None:
-        """Set the number of examples as lm-eval's `simple_evaluate` does: 0 in a task file takes
-        precedence.
+        """Set the number of examples as lm-eval's `simple_evaluate` does.
+
+        A 0 in the task file takes precedence.
         """
         in_task_file = task.get_config("num_fewshot")
         option = self.options.num_fewshot
@@ -377,8 +378,9 @@ def _generated_tokens(task: Any) -> int:
 
 
 def _fields_of(entry: Entry | None, *, allow_code: bool) -> list[str]:
-    """Return the document fields that a task file's templates, and with `allow_code` its
-    functions, read; sorted.
+    """Return the document fields that a task file reads, sorted.
+
+    Its templates are read, and with `allow_code` its functions too.
     """
     if entry is None:
         return list(CHOICE_FIELDS)
@@ -419,8 +421,9 @@ def _check_question(task: Any, document: Any) -> None:
 
 
 def _likelihood_requests(task: Any, limit: int | None) -> Iterator[tuple[str, str]]:
-    """Yield (context, continuation) of each request for a continuation's likelihood, without
-    few-shot examples.
+    """Yield (context, continuation) of each request for a likelihood.
+
+    Contexts have no few-shot examples.
 
     All requests are built, so that a wrong document is reported before the model is loaded.
     """

@@ -175,8 +175,9 @@ class ModelDirectory:
         batch_size: int = 8,
         sequence_length: int | None = None,
     ) -> EvalModel:
-        """Load the model: with TP and from checkpoints as zero_tp's class, else as transformers'
-        own.
+        """Load the model.
+
+        With TP and from checkpoints it is zero_tp's class, else transformers' own.
         """
         import torch
 
@@ -212,8 +213,9 @@ class ModelDirectory:
     def load_module(
         self, dtype: torch.dtype | Literal["auto"], device: str, topology: Topology
     ) -> Any:
-        """Load the module alone. "auto": the dtype of a Hugging Face directory's weights, fp32 for
-        a checkpoint.
+        """Load the module alone.
+
+        "auto" means the dtype of a Hugging Face directory's weights, and fp32 for a checkpoint.
 
         Each rank reads only its own slices.
         """
@@ -262,8 +264,9 @@ class ModelDirectory:
         return model
 
     def _check_causal(self, model: Any, positions: int) -> None:
-        """Check that a token does not change the logits before it, as in an XLM whose config
-        lacks `causal`.
+        """Check that a token does not change the logits before it.
+
+        It does in an XLM whose config lacks `causal`.
         """
         import torch
 

@@ -1,5 +1,6 @@
-"""Perplexity of a text under a causal language model, by sliding windows; WikiText-103's as in
-arXiv 1909.08053.
+"""Perplexity of a text under a causal language model, by sliding windows.
+
+WikiText-103's is that of arXiv 1909.08053.
 
 Each document is scored separately, after the tokenizer's bos token (eos if it has none). So every
 token is a target, as in training, where an eos precedes each document.
@@ -144,15 +145,17 @@ class PerplexityTask(Task):
 
 
 def original_tokens(text: str) -> int:
-    """Return T_o, the tokens between single spaces; the file has spaces around line breaks, so
-    those are tokens too.
+    """Return T_o, the number of tokens between single spaces.
+
+    The file has spaces around line breaks, so those are tokens too.
     """
     return len(text.strip().split(" "))
 
 
 def detokenize(text: str) -> str:
-    """Return the text before WikiText's tokenization, by lm-eval's function, which follows
-    Megatron-LM's steps.
+    """Return the text before WikiText's tokenization.
+
+    lm-eval's function is used, which follows Megatron-LM's steps.
     """
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 

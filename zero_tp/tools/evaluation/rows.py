@@ -87,8 +87,9 @@ def check_continuations(
 def continuation_rows(
     pairs: Iterable[tuple[Sequence[int], Sequence[int]]], positions: int
 ) -> tuple[list[Row], int]:
-    """Make rows that score each continuation after its context, truncated on the left to
-    `positions` input tokens.
+    """Make rows that score each continuation after its context.
+
+    Rows are truncated on the left to `positions` input tokens.
 
     Returns:
         The rows, and how many were truncated.

@@ -73,8 +73,9 @@ class Task(ABC):
 
 
 def as_json(value: Any) -> Any:
-    """Return JSON values: None for a number that isn't finite, `str` of objects that JSON has no
-    type for.
+    """Return a value as JSON values.
+
+    A number that is not finite becomes None, an object that JSON has no type for its `str`.
     """
     return to_jsonable_python(
         value,

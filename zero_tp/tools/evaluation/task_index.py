@@ -14,8 +14,9 @@ from zero_tp.base.weight_files import is_regular
 
 
 def open_task_directory(path: Path) -> TaskManager:
-    """Index the task files of `--include-path`, without lm-eval's own. A file that lm-eval would
-    skip is refused.
+    """Index the task files of `--include-path`, without lm-eval's own.
+
+    A file that lm-eval would skip is refused.
     """
     if not path.is_dir():
         raise UserError(f"--include-path {path}: no such directory")
@@ -39,8 +40,9 @@ def open_task_directory(path: Path) -> TaskManager:
 
 
 def _check_names(config: Mapping[str, Any], index: Mapping[str, Entry]) -> None:
-    """Check that a task, group and tag of the directory have different names: lm-eval evaluates
-    one of them.
+    """Check that a task, group and tag of the directory have different names.
+
+    Of equal ones lm-eval would evaluate only one.
     """
     kind = "group" if "group" in config and "class" not in config else "task"
     if isinstance(name := config.get(kind), str) and name in index:
@@ -59,8 +61,10 @@ def _kind(entry: Entry) -> str:
 
 
 def find_task_manager(names: Sequence[str], directory: TaskManager | None) -> TaskManager:
-    """Return the directory's index if it has all `names` as tasks, else one with lm-eval's tasks
-    too (takes seconds).
+    """Return an index that has all `names`.
+
+    It is the directory's if that has all of them as tasks, else one with lm-eval's tasks too, which
+    takes seconds.
 
     Groups and tags always get the larger index, because they may name lm-eval's tasks.
     """
@@ -97,8 +101,9 @@ def _names_of(index: Mapping[str, Entry], *kinds: Kind) -> list[str]:
 
 
 def _check_tags(directory: TaskManager, defaults: Mapping[str, Entry]) -> None:
-    """Check that the directory's tags hide none of lm-eval's: lm-eval would replace all tasks of a
-    tag.
+    """Check that the directory's tags hide none of lm-eval's.
+
+    lm-eval would replace all tasks of a tag.
 
     A tag that has every task of lm-eval's tag hides nothing.
     """

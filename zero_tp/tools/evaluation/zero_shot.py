@@ -215,8 +215,9 @@ def evaluate(
 
 
 def check_same_weights(model: nn.Module, topology: Topology, path: Path) -> None:
-    """Check that all ranks have loaded the same model: directories may differ between machines.
-    Collective.
+    """Check that all ranks have loaded the same model. Collective.
+
+    Directories may differ between machines.
 
     It compares the first elements of each parameter over DP, and replicated parameters over TP.
 
@@ -258,8 +259,9 @@ def _choose_device(requested: str | None, world: int) -> str:
 
 
 def _timed(task: Task, model: EvalModel) -> dict[str, Any]:
-    """Run the task; return its metrics with `seconds`, and tokens scored and computed per
-    second.
+    """Run the task and return its metrics with its speed.
+
+    The added keys are `seconds`, and the tokens scored and computed per second.
     """
     started = time.perf_counter()
     result = task.run(model)

@@ -1,5 +1,6 @@
-"""Send logged values to accelerate's trackers under the run's name, with its config; a resumed run
-continues there.
+"""Send logged values to accelerate's trackers, under the run's name and with its config.
+
+A resumed run continues there.
 
 One adapter serves DeepSpeed's monitor blocks and `zero_tp.logging.trackers`. DeepSpeed's engine
 does not get the blocks: its own monitor writes only the learning rate, names no run and starts a
@@ -67,8 +68,9 @@ class RunInfo:
         return config
 
     def parameters(self) -> dict[str, Any]:
-        """Return `public_config` with dotted keys; values that are no strings or numbers are
-        written as JSON.
+        """Return `public_config` with dotted keys.
+
+        Values that are not strings or numbers are written as JSON.
         """
         parameters = leaves(self.public_config())
         return {
@@ -351,8 +353,9 @@ OpenTracker = Callable[[RunInfo], Tracker | CsvFiles]
 
 
 def trackers_of(config: RunConfig) -> dict[str, tuple[str | None, OpenTracker]]:
-    """Return the trackers of a run by their keys in the config: the package that each needs, and
-    how it is opened.
+    """Return the trackers of a run by their keys in the config.
+
+    Each has the package that it needs, and a function that opens it.
     """
     raw = config.resolved()
     trackers: dict[str, tuple[str | None, OpenTracker]] = {
@@ -383,8 +386,9 @@ def check_installed(config: RunConfig) -> None:
 
 
 class TrackerThread(threading.Thread):
-    """Open a tracker and log to it in the background: a service that does not answer must not block
-    a step.
+    """Open a tracker and log to it in the background.
+
+    A service that does not answer must not block a step.
 
     Args:
         key: in the config.
@@ -434,8 +438,9 @@ class TrackerThread(threading.Thread):
 
     @contextlib.contextmanager
     def _tolerate(self) -> Iterator[None]:
-        """Report the first error and continue. Each library has its own error classes, and some
-        call `sys.exit`.
+        """Report the first error and continue.
+
+        Each library has its own error classes, and some call `sys.exit`.
         """
         try:
             yield
@@ -448,8 +453,9 @@ class TrackerThread(threading.Thread):
 
 
 class Trackers(Callback):
-    """Send each line of metrics.jsonl to the trackers that the config names, on rank 0. Nulls
-    are left out.
+    """Send each line of metrics.jsonl to the trackers that the config names, on rank 0.
+
+    Nulls are left out.
     """
 
     def on_start(self, state: TrainState) -> None:
@@ -468,8 +474,9 @@ class Trackers(Callback):
             thread.log(numbers, int(values["step"] or 0))
 
     def on_end(self, state: TrainState) -> None:
-        """Close all trackers together within 10 s. A failed run waits 1 s: its error is printed
-        afterwards.
+        """Close all trackers together within 10 s.
+
+        A failed run waits 1 s, because its error is printed afterwards.
         """
         seconds = CLOSE_SECONDS if state.error is None else CLOSE_SECONDS_AFTER_ERROR
         deadline = time.monotonic() + seconds

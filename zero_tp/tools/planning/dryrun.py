@@ -84,8 +84,9 @@ def _dry_run_here(
 def fake_micro_batch(
     config: PretrainedConfig, workload: Workload, *, all_layers: bool
 ) -> Iterator[tuple[ParallelModel, AnyBatch, list[int]]]:
-    """Yield one rank's model and micro-batch of fake tensors, and for each layer the number of its
-    representative.
+    """Yield one rank's model and micro-batch of fake tensors, and the representatives.
+
+    These are, for each layer, the number of the executed layer that takes the same bytes.
 
     Args:
         all_layers: each layer represents itself.
@@ -211,8 +212,9 @@ def fake_tp_topology(tensor: int, sequence: bool) -> Topology:
 
 
 class LayerKind(NamedTuple):
-    """The properties of a layer that change its bytes: its attention window, its MLP, and
-    whether it recomputes.
+    """The properties of a layer that change its bytes.
+
+    They are its attention window, its MLP, and whether it recomputes.
     """
 
     window: int | None

@@ -15,8 +15,7 @@ from zero_tp.tools.planning.plan_report import PHASES
 
 
 class MemoryForecast(Callback):
-    """Print the planned peak memory of rank 0 before the first step, and the measured peak at the
-    end.
+    """Print rank 0's planned peak memory before the first step, and the measured one at the end.
 
     On the CPU the measured peak includes libraries.
     """

@@ -130,8 +130,9 @@ def _steps_of_uses(queue: list[tuple[int, ParameterId]]) -> dict[ParameterId, li
 
 
 def _execution_order(layers: Sequence[int], recomputed: Collection[int]) -> list[int]:
-    """Return the numbers of the modules in the order in which they run: forward, then backward
-    with recomputation.
+    """Return the numbers of the modules in the order in which they run.
+
+    Forward comes first, then backward with its recomputation.
     """
     order = list(range(len(layers)))
     for layer, group in groupby(reversed(range(len(layers))), key=lambda number: layers[number]):
@@ -146,8 +147,9 @@ def _execution_order(layers: Sequence[int], recomputed: Collection[int]) -> list
 def _partitioned(
     modules: tuple[tuple[int, ...], ...], threshold: int, tied: bool
 ) -> list[list[ParameterId]]:
-    """Return each module's parameters above the persistence threshold; a tied last module has
-    the first module's.
+    """Return each module's parameters above the persistence threshold.
+
+    A tied last module has the first module's.
     """
     partitioned = [
         [(number, position) for position, size in enumerate(numels) if size > threshold]

@@ -36,8 +36,9 @@ class ModelSize(NamedTuple):
 
     @property
     def active_parameters(self) -> int:
-        """Return the number of parameters that compute one token: without the experts that it
-        does not choose.
+        """Return the number of parameters that compute one token.
+
+        Experts that the token does not choose are left out.
         """
         return self.num_parameters - self.spec.idle_parameters
 
@@ -116,8 +117,10 @@ class RankMemory:
 
     @cached_property
     def points(self) -> list[Point]:
-        """Return the memory during the last micro-batch, at the end of backward, at the update's
-        peaks and after.
+        """Return the memory at the moments of a step.
+
+        These are the last micro-batch, the end of backward, the update's peaks and the end of the
+        update.
         """
         zero = self.zero
         points = list[Point]()
@@ -141,8 +144,9 @@ class RankMemory:
 
     @cached_property
     def peak(self) -> Point:
-        """Return the point with the most bytes on the device. The host memory of a CPU rank
-        counts too.
+        """Return the point with the most bytes on the device.
+
+        The host memory of a CPU rank counts too.
         """
         return max(
             self.points,

@@ -135,8 +135,9 @@ def _moment(position: float) -> str:
 
 
 def _downsampled(points: Sequence[Point], most: int) -> list[Point]:
-    """Return the highest point of each interval of the micro-batch, and all points after the
-    micro-batch.
+    """Return the highest point of each interval of the micro-batch.
+
+    All points after the micro-batch follow.
 
     Args:
         most: number of intervals of the whole step.

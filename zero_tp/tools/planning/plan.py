@@ -30,8 +30,9 @@ HOUR, DAY = 3600, 86400  # seconds
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory [bytes] and time of a run on one kind of device, with the config's settings or
-    a search's.
+    """The memory [bytes] and time of a run on one kind of device.
+
+    The settings are the config's or those of a search.
     """
 
     device: Device
@@ -62,8 +63,9 @@ class Estimate:
 
     @property
     def communicators(self) -> int:
-        """Return a rank's number of communicators: of the world, and of TP and DP groups that
-        are smaller.
+        """Return a rank's number of communicators.
+
+        There is one of the world, and one of each TP or DP group that is smaller.
         """
         return (self.ranks > 1) + sum(
             1 < size < self.ranks for size in (self.workload.tensor, self.settings.data)
@@ -112,8 +114,9 @@ class Estimate:
 
     @property
     def shortage(self) -> float:
-        """Return the missing bytes of the device or of its share of host memory, whichever is
-        more; ≤ 0 if it fits.
+        """Return the missing bytes of the device or of its share of host memory.
+
+        The larger one counts; it is at most 0 if the run fits.
         """
         # A node's shortage of host memory, per rank: both then count bytes of one rank.
         return max(-self.spare, -self.host_spare / min(self.device.per_node, self.ranks))

@@ -16,8 +16,9 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def page_locked(size: int) -> int:
-    """Return the bytes that torch page-locks for a tensor of `size` bytes
-    (ATen/core/CachingHostAllocator.h).
+    """Return the bytes that torch page-locks for a tensor of `size` bytes.
+
+    Source: ATen/core/CachingHostAllocator.h.
     """
     # 5 bytes take 8, 8 take 8, 9 take 16.
     return 1 << (size - 1).bit_length()
@@ -105,8 +106,9 @@ class Workload:
 
     @property
     def recompute(self) -> str | dict[str, Any]:
-        """Return the policy as a value of `zero_tp.recompute`: the mode, or an object if it has
-        other fields too.
+        """Return the policy as a value of `zero_tp.recompute`.
+
+        It is the mode, or an object if the policy has other fields too.
         """
         fields = self.policy.model_dump(exclude_defaults=True)
         return fields if len(fields) > 1 else self.policy.mode
@@ -244,8 +246,9 @@ class ZeroSettings:
 
     @property
     def separate_fp32_grads(self) -> bool:
-        """Return whether DeepSpeed's BF16_Optimizer runs, which accumulates all gradients in a
-        permanent tensor.
+        """Return whether DeepSpeed's BF16_Optimizer runs.
+
+        It accumulates all gradients in a permanent tensor.
         """
         wider = self.dtype == "bf16" and self.accumulates_wider
         return facts.is_bf16_optimizer(
@@ -276,8 +279,9 @@ class ZeroSettings:
 
     @property
     def volumes(self) -> tuple[int, int]:
-        """Return what a rank sends in a step for (gathers, reductions), in units of Ψ(N_d-1)/N_d
-        elements.
+        """Return the volumes that a rank sends over DP in a step, as (gathers, reductions).
+
+        The unit is Ψ(N_d-1)/N_d elements.
 
         An all-reduce counts twice. ZeRO-1 has (1, 2), and (1, 1) with `reduces_to_owners`
         (1910.02054, section 7.1).
@@ -310,8 +314,9 @@ def _allocates_temporaries(optimizer: Optimizer) -> bool:
 
 
 def _moment_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of an optimizer's fp32 states for one parameter; torch's SGD has none
-    without momentum.
+    """Return the bytes of an optimizer's fp32 states for one parameter.
+
+    torch's SGD has none without momentum.
     """
     params = optimizer.params
     if isinstance(params, SGD):

@@ -114,7 +114,8 @@ class Rates:
         return calls * latency + size * (ranks - 1) / ranks / (speed * 1e9)
 
     def slowdown(self, seconds: float) -> float:
-        """Return the seconds that products lose to a concurrent collective of so many seconds,
-        which uses SMs too.
+        """Return the seconds that products lose to a concurrent collective of so many seconds.
+
+        The collective occupies multiprocessors too.
         """
         return seconds * self.device.channels / self.device.units

@@ -70,8 +70,9 @@ class Search:
         self.fitting = sum(candidate.fits for candidate in self.ranked)
 
     def fastest(self, overrides: Sequence[str], top: int) -> tuple[list[Estimate], dict[str, Any]]:
-        """Return the fastest `top` candidates that fit in a dry run and load as a config, and the
-        first one's config.
+        """Return the fastest `top` candidates, and the config of the first one.
+
+        Each has fitted in a dry run and loads as a run's config.
 
         If none that fits by formulas fits in its dry run, the next NEAREST candidates get one too.
 

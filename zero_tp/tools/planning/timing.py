@@ -29,8 +29,10 @@ HOST_MEMORY_GBPS = 200.0
 
 
 class Seconds(NamedTuple):
-    """Seconds of matrix products, of operations bound by memory bandwidth, and of exposed TP
-    collectives.
+    """Seconds of a pass by what limits it.
+
+    `products` are matrix products, `memory_bound` operations bound by memory bandwidth,
+    `collectives` the exposed ones over TP.
     """
 
     products: float = 0.0
@@ -43,8 +45,9 @@ class Seconds(NamedTuple):
 
 
 class LayerTime(NamedTuple):
-    """Seconds of a layer's forward, of its backward, and of its recomputation in backward, if it
-    is recomputed.
+    """Seconds of a layer's forward and backward.
+
+    `recompute` is what its recomputation adds to backward, if it is recomputed.
     """
 
     forward: Seconds
@@ -299,8 +302,9 @@ class StepTimeEstimator:
     # ---- collectives -----------------------------------------------------------------------------
 
     def _tp_collectives(self) -> tuple[float, float, float]:
-        """Return the seconds of exposed collectives in forward and backward, and how much the
-        others slow products.
+        """Return the seconds of exposed TP collectives in forward and in backward.
+
+        The third number is how much the others slow products.
 
         An all-reduce has two halves, a reduce-scatter and an all-gather. Forward has four halves,
         all exposed. Backward has four that overlap with products of the column-parallel layers:
@@ -356,8 +360,9 @@ class StepTimeEstimator:
         )
 
     def head_time(self) -> Seconds:
-        """Return forward and backward of the output layer and the loss, which reads or writes
-        each logit six times.
+        """Return the seconds of forward and backward of the output layer and the loss.
+
+        The loss reads or writes each logit six times.
         """
         workload = self.workload
         hidden = self.spec.hidden
@@ -391,8 +396,9 @@ class StepTimeEstimator:
         return self.parameters * traffic / self.rates.memory
 
     def _dp_communication(self, forward: float, backward: float) -> float:
-        """Return the seconds of exposed communication over DP: the gathers and reductions of
-        `ZeroSettings.volumes`.
+        """Return the seconds of exposed communication over DP.
+
+        It consists of the gathers and reductions of `ZeroSettings.volumes`.
 
         DeepSpeed synchronises with the device before each reduction to an owner (stage_1_and_2.py,
         `allreduce_and_copy`), so those never overlap.
@@ -439,8 +445,9 @@ class StepTimeEstimator:
         )
 
     def _exposed(self, communicating: float, computing: float) -> float:
-        """Return the exposed seconds of communication that overlaps with computing, and the
-        products' slowdown.
+        """Return the seconds by which communication that overlaps with computing delays a step.
+
+        These are its exposed part and the products' slowdown.
         """
         overlapped = min(communicating, computing)
         return communicating - overlapped + self.rates.slowdown(overlapped)

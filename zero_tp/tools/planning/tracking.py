@@ -74,9 +74,7 @@ class Allocations(TorchDispatchMode):
         return results
 
     def _existed_before(self, result: Tensor, args: Any, kwargs: Any) -> bool:
-        """Return whether the result has the storage of an argument that was allocated before the
-        block.
-        """
+        """Return whether the result's storage is an argument's from before the block."""
         # A view and an in-place operation return the storage of an argument. One that was allocated
         # outside the block, such as a weight, must not count as new.
         address = result.untyped_storage()._cdata
@@ -158,8 +156,9 @@ class MemorySample(NamedTuple):
 
 
 class DryRunPart(NamedTuple):
-    """A part of forward or backward, such as one layer's: its samples and its end, relative to
-    its start.
+    """A part of forward or backward, such as one layer's.
+
+    Its samples and its end are relative to its start.
     """
 
     samples: list[MemorySample]
@@ -224,8 +223,9 @@ def _split(
     forward_end: int,
     finished: Sequence[tuple[int, int]],
 ) -> list[DryRunPart]:
-    """Return the parts between the clocks `boundaries`. Activations are allocated in forward and
-    freed in backward.
+    """Return the parts between the clocks `boundaries`.
+
+    Activations are allocated in forward and freed in backward.
     """
     # A finished gradient sorts after the allocation (+1) or free (-1) with the same clock.
     events: list[tuple[int, int, Allocation | None, int]] = [

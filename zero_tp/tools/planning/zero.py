@@ -115,8 +115,9 @@ class ZeroMemory:
 
     @cached_property
     def sizes_in_partition(self) -> list[int]:
-        """Return the elements of each parameter that is partly in rank 0's partition. Its whole
-        gradient stays.
+        """Return the elements of each parameter that is partly in rank 0's partition.
+
+        The whole gradient of such a parameter stays.
         """
         # `copy_grads_in_partition` (stage_1_and_2.py) copies a parameter's gradient as a whole,
         # even where the partition ends inside it. N_d = 2 and parameters of 4 + 4 + 4:
@@ -134,8 +135,9 @@ class ZeroMemory:
 
     @cached_property
     def states(self) -> StateBytes:
-        """Return the permanent bytes, including the optimizer's moments, which a run's first
-        step creates.
+        """Return the permanent bytes.
+
+        They include the optimizer's moments, which a run's first step creates.
         """
         zero = self.settings
         total = self.parameters.total
@@ -180,8 +182,9 @@ class ZeroMemory:
 
     @cached_property
     def _host_optimizer_tensors(self) -> list[int]:
-        """Return the bytes of each host tensor of an offloaded optimizer, except moments and
-        ZeRO-3's masters.
+        """Return the bytes of each host tensor of an offloaded optimizer.
+
+        Moments and ZeRO-3's masters are not among them.
 
         Stage 3 has accumulated gradients and their fp32 copies. Stages 1 and 2 have masters, fp32
         gradients, 16-bit weights to copy back, and a buffer. When stage 2 accumulates, each
@@ -211,8 +214,9 @@ class ZeroMemory:
 
     @cached_property
     def pinned(self) -> list[int]:
-        """Return the bytes of each page-locked tensor. Moments and ZeRO-3's masters are
-        pageable.
+        """Return the bytes of each page-locked tensor.
+
+        Moments and ZeRO-3's masters are pageable.
         """
         zero = self.settings
         parameters = [
@@ -222,8 +226,9 @@ class ZeroMemory:
 
     @cached_property
     def _host_bytes(self) -> float:
-        """Return the bytes on the host, except moments and ZeRO-3's masters. A CPU rank
-        page-locks nothing.
+        """Return the bytes on the host, except moments and ZeRO-3's masters.
+
+        A CPU rank page-locks nothing.
         """
         parameters = (
             self.settings.itemsize * self.partition_numel if self.settings.offload_param else 0
@@ -235,8 +240,9 @@ class ZeroMemory:
 
     @cached_property
     def _sub_groups(self) -> list[int]:
-        """Return the elements of ZeRO-3's sub-groups, which the optimizer updates one after
-        another (stage3.py).
+        """Return the elements of ZeRO-3's sub-groups (stage3.py).
+
+        The optimizer updates them one after another.
         """
         sub_groups = []
         for group in self.parameters.groups:
@@ -253,15 +259,17 @@ class ZeroMemory:
 
     @property
     def _grad_itemsize(self) -> int:
-        """Return the bytes of an element of kept gradients: of the wider dtype, accumulation's
-        or the run's.
+        """Return the bytes of an element of kept gradients.
+
+        Of the run's dtype and accumulation's it is the wider one's.
         """
         return max(self.settings.grad_accum_itemsize, self.settings.itemsize)
 
     @property
     def _reduced_gradients(self) -> float:
-        """Return the bytes of reduced gradients of this rank's partition, which stages 1 and 2
-        keep for the step.
+        """Return the bytes of reduced gradients of this rank's partition.
+
+        Stages 1 and 2 keep them for the step.
         """
         if self.settings.accumulates_wider:
             return float(self.settings.grad_accum_itemsize * self.partition_numel)
@@ -354,8 +362,9 @@ class ZeroMemory:
         )
 
     def _add_reduced(self, accumulated: float) -> float:
-        """Return the bytes of gradients once a bucket is reduced. Wider accumulation adds the
-        reduced ones in place.
+        """Return the bytes of gradients once a bucket is reduced.
+
+        Wider accumulation adds the reduced ones in place.
         """
         if self.settings.accumulates_wider:
             return max(accumulated, self._reduced_gradients)
@@ -364,8 +373,9 @@ class ZeroMemory:
 
     @property
     def _bucket_bytes(self) -> int:
-        """Return the bytes of the buckets in the run's dtype. With `overlap_comm` one fills
-        while one is reduced.
+        """Return the bytes of the buckets in the run's dtype.
+
+        With `overlap_comm` one fills while one is reduced.
         """
         return self.settings.itemsize * self.bucket * (2 if self.settings.overlap else 1)
 
@@ -426,8 +436,9 @@ class ZeroMemory:
         return self._cast_copies(itemsize) or (0 if self.settings.overlap else itemsize * numel)
 
     def _cast_copies(self, itemsize: int) -> float:
-        """Return the bytes of a bucket's flat copy and of its cast to `communication_data_type`; 0
-        without a cast.
+        """Return the bytes of a bucket's flat copy and of its cast to `communication_data_type`.
+
+        Without a cast they are 0.
 
         Args:
             itemsize: bytes of an element of the bucket.
@@ -492,8 +503,9 @@ class ZeroMemory:
         return states._replace(gradients=gradients, buffers=(e if e < 4 else 0) * updated)
 
     def in_update(self) -> StateBytes:
-        """Return the peak of the optimizer's update, which creates the moments in a run's first
-        step.
+        """Return the peak of the optimizer's update.
+
+        A run's first update creates the moments.
         """
         zero = self.settings
         states = self.in_grad_conversion()
@@ -516,8 +528,9 @@ class ZeroMemory:
 
     @property
     def _update_numel(self) -> int:
-        """Return the elements that the optimizer updates at once: the largest group, or stage
-        3's sub-group.
+        """Return the elements that the optimizer updates at once.
+
+        These are the largest group's, or those of stage 3's largest sub-group.
         """
         return max(self.partition_sizes if self.settings.stage < 3 else self._sub_groups)
 

@@ -40,8 +40,9 @@ def model_card(checkpoint: RunCheckpoint) -> str:
 
 
 def _facts(manifest: Manifest) -> dict[str, str]:
-    """Format the manifest's training settings; "" for missing ones, as in a Trainer's
-    checkpoint.
+    """Format the manifest's training settings.
+
+    A missing one is "", as in a Trainer's checkpoint.
     """
     fixed = manifest.fixed
     step = manifest.step
@@ -80,8 +81,9 @@ def _format_settings(settings: dict[str, Any]) -> str:
 
 
 def _losses(run: Path, step: int) -> str:
-    """Return the last losses up to this step; "" if the run's metrics are gone: an export needs
-    none.
+    """Return the last losses up to this step.
+
+    They are "" if the run's metrics are gone, because an export needs none.
     """
     try:
         (metrics,) = read_runs([run])

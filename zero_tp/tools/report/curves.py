@@ -37,8 +37,9 @@ LOGARITHMIC = ("loss", "gradient norm", "loss scale")
 
 
 def panels(runs: list[Run]) -> dict[str, dict[str, str]]:
-    """Return the panels that have something to show: PANELS, then evaluations, then the
-    objective's other figures.
+    """Return the panels that have something to show.
+
+    PANELS come first, then evaluations, then the objective's other figures.
     """
     names = dict.fromkeys(name for run in runs for name in run.series)
     drawn = {name for series in PANELS.values() for name in series} | {
@@ -66,8 +67,9 @@ def _has(run: Run, name: str) -> bool:
 
 
 def equals_mfu(runs: list[Run], name: str) -> bool:
-    """Return whether the name is "hfu", and it equals the MFU in all runs because nothing was
-    recomputed.
+    """Return whether the name is "hfu" and it equals the MFU in all runs.
+
+    It does if nothing was recomputed.
     """
     return name == "hfu" and all(run.finite("hfu") == run.finite("mfu") for run in runs)
 
@@ -181,8 +183,9 @@ def _curves(runs: list[Run], labels: dict[str, str]) -> Iterator[Curve]:
 def _draw_panel(
     axes: Any, runs: list[Run], x_scales: list[float], labels: dict[str, str]
 ) -> list[float]:
-    """Draw one run with a colour for each series, or several runs with a colour for each; return
-    all finite values.
+    """Draw the curves of a panel and return all finite values.
+
+    Of one run each series has a colour, of several runs each run.
 
     Evaluations are joined points. A noisy series is drawn as its average over its pale raw values.
     """
@@ -226,13 +229,14 @@ def value_tables(runs: list[Run]) -> Iterator[str]:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Return the exponential moving average over a fiftieth of the values, unbiased at its start;
-    nan is skipped.
+    """Return the exponential moving average over a fiftieth of the values.
+
+    It is unbiased at its start, and skips nan.
 
     With decay d it is Σ dⁱ·x₋ᵢ / Σ dⁱ, d = 1 - 2/(n/50 + 1).
     """
-    # n = 500: a span of 10 values and d = 1 - 2/11 = 0.82. Dividing by the weights so far takes away
-    # the pull towards 0 that an average has which starts at 0.
+    # n = 500: a span of 10 values and d = 1 - 2/11 = 0.82. An average that starts at 0 is too small
+    # at first; dividing by the weights so far corrects that.
     decay = 1 - 2 / (max(1.0, len(values) / SMOOTHING) + 1)
     total = weight = 0.0
     averages = []

@@ -1,5 +1,6 @@
-"""Write the report of runs as a page: curves with their values, key numbers, and differences
-between configs.
+"""Write the report of runs as a page.
+
+It has curves with their values, key numbers, and differences between configs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Micro-batches of an ordinary data loader: padded for sequence parallelism, compared over TP,
-their labels counted.
+"""Micro-batches of an ordinary data loader.
+
+They are padded for sequence parallelism and compared over TP, and their labels are counted.
 
 b rows, s tokens of a row.
 """
@@ -67,8 +68,9 @@ def pad_for_sequence_parallelism(
 
 
 class SampleComparison:
-    """Compares a micro-batch between the ranks of a TP group, with an all-reduce of two numbers; at
-    TP 1 does nothing.
+    """Compares a micro-batch between the ranks of a TP group.
+
+    It costs an all-reduce of two numbers; at TP 1 it does nothing.
 
     `require_same` makes the host wait until the device has finished all work enqueued before the
     comparison. Call it after the forward has been enqueued: the device then computes the forward
@@ -120,8 +122,9 @@ def count_labels(
     shifted: bool,
     over_data_parallel: bool,
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Return (labelled tokens, labelled rows) of a step's micro-batches; None for both without
-    labels.
+    """Return (labelled tokens, labelled rows) of a step's micro-batches.
+
+    Without labels both are None.
 
     Args:
         shifted: the first token of a row is no label, as a causal model shifts them.

@@ -93,8 +93,9 @@ def has_only_weights(folder: Path) -> bool:
 
 @torch.no_grad()
 def load_weights(model: ParallelModel, folder: Path) -> None:
-    """Fill a model that no engine has partitioned with the weights of a checkpoint; a rank reads
-    its slices.
+    """Fill a model with the weights of a checkpoint.
+
+    No engine may have partitioned it yet. Each rank reads its slices.
     """
     source = PretrainedSource(folder, model.config)
     if source.new_heads:

@@ -1,5 +1,6 @@
-"""Training arguments that DeepSpeed's config has keys for: a key that it leaves out counts as
-"auto".
+"""Training arguments that DeepSpeed's config has keys for.
+
+A key that the config leaves out counts as "auto".
 """
 
 from __future__ import annotations

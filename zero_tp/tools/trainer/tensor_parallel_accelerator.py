@@ -44,8 +44,9 @@ update the tensor.
 
 
 class SteppedEngine:
-    """Replaces accelerate's wrapper of a DeepSpeed engine: runs backward and, at a step's end, the
-    update.
+    """Replaces accelerate's wrapper of a DeepSpeed engine.
+
+    It runs backward and, at a step's end, the update.
 
     Attributes:
         zero: the engine of the ZeRO stage; it computes the norm and clips. deepspeed_engine:
@@ -57,8 +58,9 @@ class SteppedEngine:
         self.deepspeed_engine = zero.deepspeed_engine
 
     def backward(self, loss: Tensor, sync_gradients: bool = True, **options: Any) -> None:
-        """Run a micro-batch's backward; after the last one of a step clip the gradients and
-        update the weights.
+        """Run a micro-batch's backward.
+
+        After the last one of a step, clip the gradients and update the weights.
         """
         # Trainer decides what a step is, also where an epoch ends with fewer micro-batches;
         # DeepSpeed would count to its own accumulation.
@@ -71,8 +73,9 @@ class SteppedEngine:
             self.zero.step()
 
     def get_global_grad_norm(self) -> Tensor | float:
-        """Return the last step's norm before clipping; nan when its gradients were not finite
-        and it was skipped.
+        """Return the last step's norm before clipping.
+
+        It is nan if the gradients were not finite and the step was skipped.
         """
         # Not DeepSpeed's, which is None at stage 0 in fp32 and a tensor or a float elsewhere.
         return self.zero.norm_and_skipped()[0]
@@ -226,8 +229,9 @@ def finalized_settings(
 def _sharded_optimizer(
     optimizer: torch.optim.Optimizer, settings: DeepSpeedSettings
 ) -> torch.optim.Optimizer:
-    """Return the optimizer, or DeepSpeed's of its kind for states that are offloaded, as
-    accelerate does.
+    """Return the optimizer that updates a rank's shards.
+
+    For states that are offloaded it is DeepSpeed's of the same kind, as with accelerate.
     """
     name = type(optimizer).__name__
     library = type(optimizer).__module__.partition(".")[
@@ -253,8 +257,9 @@ def _sharded_optimizer(
 
 
 def _scheduler(dummy: Any, zero: ZeroEngine, optimizer: Any) -> Any:
-    """Return the scheduler of accelerate's `dummy`, or the wrapper of DeepSpeed's own, which its
-    engine steps.
+    """Return the scheduler that Trainer steps.
+
+    It is that of accelerate's `dummy`, or a wrapper of DeepSpeed's own, which its engine steps.
     """
     if zero.scheduler is not None:
         return DeepSpeedSchedulerWrapper(zero.scheduler, optimizer)

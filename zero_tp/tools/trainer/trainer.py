@@ -1,5 +1,6 @@
-"""transformers' Trainer on tensor-parallel ranks; `TensorParallel` does the same for a subclass of
-Trainer.
+"""transformers' Trainer on tensor-parallel ranks.
+
+`TensorParallel` does the same for a subclass of Trainer.
 
 Trainer keeps its loop, arguments, callbacks and metrics. This module replaces the distribution of
 samples over ranks, the divisor of a step's loss, the engine, and checkpoints.
@@ -162,8 +163,9 @@ class TensorParallel(Base):
         self._announce_the_mean(args)
 
     def _announce_the_mean(self, args: TrainingArguments) -> None:
-        """Warn where plain Trainer's loss is a sum of means. `args` has DeepSpeed's accumulation
-        by now.
+        """Warn where plain Trainer's loss is a sum of means.
+
+        `args` has DeepSpeed's accumulation by now.
         """
         sums_replicas = self.topology.data > 1 and args.average_tokens_across_devices
         sums_losses = not self.model.spec.causal and (
@@ -232,8 +234,9 @@ class TensorParallel(Base):
     def _get_num_items_in_batch(
         self, batch_samples: Sequence[Mapping[str, Any]], device: Any
     ) -> Tensor | None:
-        """Return the labelled tokens of a step on all data-parallel ranks; keep its labelled
-        rows.
+        """Return the labelled tokens of a step on all data-parallel ranks.
+
+        Its labelled rows are kept for `compute_loss`.
         """
         # Trainer's own would gather from all ranks and divide by TP, and knows no labelled rows.
         # Its `compute_loss` multiplies the loss by the replicas again, because DeepSpeed's mean
@@ -325,8 +328,9 @@ class TensorParallel(Base):
         return output
 
     def _correct_speed(self, metrics: dict[str, float]) -> None:
-        """Set the steps per second of an evaluation: Trainer divides the samples over all ranks,
-        not the replicas.
+        """Set the steps per second of an evaluation.
+
+        Trainer divides the samples over all ranks and not over the replicas.
 
         Figures that a script logs under such a name stay.
         """
@@ -399,9 +403,7 @@ class TensorParallel(Base):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _match_tokenizer(self, directory: Path) -> None:
-        """Make transformers open the tokenizer that it has saved with the same ids; see
-        `match_tokenizer`.
-        """
+        """Make transformers open the saved tokenizer with the same ids; see `match_tokenizer`."""
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             return
@@ -417,8 +419,9 @@ class TensorParallel(Base):
             )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore random states: a TP group takes its first rank's, because data collators draw
-        from them.
+        """Restore random states.
+
+        A TP group takes its first rank's, because data collators draw from them.
         """
         super()._load_rng_state(checkpoint)
         if checkpoint is None or self.topology.tensor == 1:
@@ -438,8 +441,9 @@ class ZeroTPTrainer(TensorParallel, Trainer):  # type: ignore[misc]
 
 
 def _check_arguments(args: TrainingArguments, tensor: int = 1) -> None:
-    """Refuse arguments that are not exact on tensor-parallel ranks; connect the ranks and check
-    their number.
+    """Refuse arguments that are not exact on tensor-parallel ranks.
+
+    Also connects the ranks, and checks their number.
 
     Args:
         tensor: TP degree.
@@ -481,8 +485,9 @@ def _check_arguments(args: TrainingArguments, tensor: int = 1) -> None:
 
 
 def _check_batch(args: TrainingArguments, topology: Topology) -> None:
-    """Refuse a global batch in DeepSpeed's config: transformers would accept only one that
-    counts every rank.
+    """Refuse a global batch in DeepSpeed's config.
+
+    transformers would accept only one that counts every rank.
     """
     total = (
         HfDeepSpeedConfig(args.deepspeed).get_value("train_batch_size") if args.deepspeed else None
