@@ -169,7 +169,8 @@ def map_in_order(
 
 def _start_worker(work: Callable[..., Any]) -> None:
     global _worker_function
-    # A worker waits for its next item for ever, and a parent that was killed sends none.
+    # A worker waits for its next item, and a killed parent sends none: without this thread it would
+    # never end.
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process already
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends its workers

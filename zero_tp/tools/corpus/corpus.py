@@ -156,7 +156,7 @@ def name_output_in_errors(output: Path, spool_directory: Path | None = None) -> 
         yield
     except OSError as error:
         can_resume = (
-            # After a full disk the same command can go on; other errors would only come again.
+            # After a full disk the same command can resume; other errors would only come again.
             error.errno == errno.ENOSPC and spool_directory is not None and spool_directory.exists()
         )
         remedy = (
@@ -275,8 +275,8 @@ class Preparation:
             desc="reading", total=self.total_bytes or None, unit="B", unit_scale=True
         ) as bar:
             self._check_strict()
-            # In order, whatever process is faster: the spool, and so the output, has the same bytes
-            # with any number of processes.
+            # In order, although a later block may be ready first: the spool, and with it the
+            # output, has the same bytes with any number of processes.
             for block in map_in_order(self.processor, self._missing_blocks(bar), self.processes):
                 spool.append(block)
                 self._check_strict()

@@ -94,7 +94,7 @@ def merge(
         part.model_dump(exclude={"tokenizer"}) for part in manifests
     ]  # `settings` has its files' hash
     sha256 = hashlib.sha256(json.dumps(described).encode()).hexdigest()
-    # The parts' manifests have the hash of each file, so their hash stands for the whole content.
+    # The manifests have the hash of each file, so a hash of the manifests covers the whole content.
     identity = {**settings, "format": FORMAT, "parts": sha256, "validation": validation}
     real_output = Path(os.path.realpath(output))
     with name_output_in_errors(output):

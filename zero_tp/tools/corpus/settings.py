@@ -221,8 +221,8 @@ def differing_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
 
     It is "" if none differs.
     """
-    # These three may change between two starts without anybody having asked for it. Then the inputs
-    # are read again; only different settings are refused.
+    # These three are not settings. If one of them changed, the inputs are read again; different
+    # settings are refused.
     settings = (before.keys() | now.keys()) - {"format", "versions", "sizes and times"}
     return ", ".join(sorted(name for name in settings if before.get(name) != now.get(name)))
 

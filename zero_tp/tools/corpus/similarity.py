@@ -195,7 +195,7 @@ class EvaluationSets:
                     for heading in _HEADING.findall(document.text)
                     if (title := _normalized(heading))
                 }
-            # An evaluation set with no effect is more likely a wrong file than a wish.
+            # An evaluation set without effect is probably a wrong file.
             if (len(parts), len(titles)) == before:
                 raise UserError(
                     f"--decontaminate: {path}: no record has {NGRAM} words, so it has no effect: "

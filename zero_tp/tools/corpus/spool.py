@@ -149,7 +149,7 @@ class Spool:
         """
         assert self.identity in (None, identity)
         self.directory.mkdir(parents=True, exist_ok=True)
-        # Append mode, so whatever is written goes behind the committed blocks after the truncation.
+        # Append mode: after the truncation new blocks follow the committed ones.
         self._file = open(self.path, "ab")  # noqa: SIM115 - closed by close()
         self._file.truncate(self._length)
         if self.identity is None:

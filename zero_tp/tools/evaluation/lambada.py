@@ -106,7 +106,7 @@ def _passage_of_record(record: dict[str, Any], where: str, text_key: str) -> Pas
         )
     if not (word := text_of(record, where, "continuation").strip()):
         raise UserError(f"{where}: its continuation is empty; give the passage's last word")
-    # One space between them, whatever the file has: the target is a space and the word.
+    # The file's own spaces between them do not count: the target is one space and the word.
     return text_of(record, where, "context").rstrip(), f" {word}"
 
 

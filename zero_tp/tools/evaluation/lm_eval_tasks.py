@@ -391,8 +391,8 @@ def _fields_of(entry: Entry | None, *, allow_code: bool) -> list[str]:
         else ("doc_to_text", "doc_to_target", "doc_to_choice")
     )
     fields = set[str]()
-    # "{{question}} {{a}}" gives question and a; the bare name `question` is a field too; of a
-    # function, what stands in doc["…"].
+    # "{{question}} {{a}}" gives question and a; the bare name `question` is a field too; a function
+    # reads the names in doc["…"].
     for value in (config.get(part) for part in parts):
         if callable(value):  # fields as in `doc["question"]`
             fields |= set(re.findall(r"""\w\[["'](\w+)["']\]""", inspect.getsource(value)))

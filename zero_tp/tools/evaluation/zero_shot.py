@@ -112,8 +112,8 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
         from zero_tp.tools.evaluation.task_index import open_task_directory
 
         directory = open_task_directory(options.include_path)
-    # In the order of OWN_TASKS, whatever the user's: those that import lm-eval are made last, so
-    # mistakes in the others are reported before.
+    # In the order of OWN_TASKS and not of the user: those that import lm-eval come last, so
+    # mistakes in the others are reported sooner.
     own = [
         name
         for name in OWN_TASKS

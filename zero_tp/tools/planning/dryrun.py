@@ -196,7 +196,7 @@ def fake_tp_topology(tensor: int, sequence: bool) -> Topology:
     """Return the topology of rank 0 in a fake TP group. It needs no process group."""
     topology = Topology(tensor, sequence, world=tensor)
     # A group looks its backend up by the type of a tensor's device. "privateuseone" is the
-    # simulated one, whatever its name.
+    # simulated one, which `rename_privateuse1_backend` renames.
     if tensor > 1:
         backend = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, tensor)
         group = dist.ProcessGroup(FakeStore(), 0, tensor)

@@ -71,7 +71,7 @@ def most_gathered(
             unused.difference_update(partitioned[module])
         buffers = [buffer for buffer in buffers if buffer[1]]
 
-        # A module's own parameters leave the queue, whoever has gathered them.
+        # A module's own parameters leave the queue, gathered by it or by an earlier prefetch.
         while queue and queue[-1][0] <= step:
             queue.pop()
         live = sum(map(sizes.__getitem__, gathered))

@@ -325,8 +325,7 @@ def candidate_config(
 
 def load_error(config: Mapping[str, Any], ranks: int) -> ConfigError | None:
     """Return why a run refuses this config, or None."""
-    # A file, because `load` is the one way in which a run reads its config: whatever it refuses,
-    # the run would refuse.
+    # A run reads its config from a file by `load`, so runs accept a candidate that loads.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "candidate.json")
         path.write_text(json.dumps(config))

@@ -282,7 +282,8 @@ class StepTimeEstimator:
             "dropout": (dropped, dropped),
             # Two residual sums: each reads two tensors and writes one.
             "sums": (6 * e * stream, 6 * e * stream),
-            # Backward reads the gradient once more for the bias's sum, whoever added the bias.
+            # Backward reads the gradient once more for the bias's sum, also where the product added
+            # the bias.
             "row biases": (
                 0.0 if bias_in_product else 2 * e * stream * row_biases,
                 e * stream * row_biases,

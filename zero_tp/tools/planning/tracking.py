@@ -285,8 +285,8 @@ def join_parts(parts: Sequence[DryRunPart], representatives: Sequence[int]) -> l
     ordered += [(layer, backward[number]) for layer, number in reversed(numbered)]
     samples = list[MemorySample]()
     start = MemorySample("", -1, 0.0, 0.0, 0.0)
-    # A part's samples count from the part's start, so a layer that runs once can stand at many
-    # places: each time the bytes that are alive at its start are added.
+    # A part's samples count from the part's start, so one executed layer serves many places: each
+    # time the bytes that are alive at its start are added.
     for layer, part in [*ordered, (-1, after)]:
         samples += [sample.offset_by(start, layer) for sample in part.samples]
         start = part.end.offset_by(start, layer)

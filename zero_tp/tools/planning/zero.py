@@ -168,11 +168,11 @@ class ZeroMemory:
             )
         sizes = itertools.chain(*self.parameters.groups)
         # A parameter up to the threshold is partitioned like all others. After its first use the
-        # whole stays beside its partition, so it counts here and in `part`.
+        # whole stays too, so it counts here and in `part`.
         persistent = e * sum(size for size in sizes if size <= zero.persistence_threshold)
         device = 0.0 if zero.offload_param else e * part
-        # Stage 3 makes its bucket once (`ipg_buckets` in stage3.py); stages 1 and 2 make theirs
-        # anew in each backward, and so have none here.
+        # Stage 3 makes its bucket once (`ipg_buckets` in stage3.py); stages 1 and 2 allocate theirs
+        # in backward, and so have none here.
         states = StateBytes(
             device, gathered=persistent, buffers=e * self.bucket, host=self._host_bytes
         )
@@ -326,8 +326,8 @@ class ZeroMemory:
             return states._replace(gradients=e * gradient_numel)
         if zero.stage == 1 and not zero.overlap:
             # DeepSpeed reduces here only after the step's last backward (`reduce_gradients`). The
-            # bucket is made by the first gradient's hook (`setup_buckets`), and an earlier
-            # micro-batch has made it.
+            # first gradient's hook makes the bucket (`setup_buckets`), with accumulation in the
+            # first micro-batch.
             bucket = self._grad_itemsize * self.bucket if phase == "backward" or accumulates else 0
             return states._replace(
                 gradients=self._grad_itemsize * gradient_numel, buffers=states.buffers + bucket
@@ -398,6 +398,7 @@ class ZeroMemory:
         if zero.stage == 1 and not zero.overlap:
             # Gradients move into the bucket. When it is full, the buffer of reduced gradients is
             # allocated.
+            #
             # Drawn with a bucket of 10 elements and parameters of 6 + 3 + 6 + 2: the bucket takes 6
             # + 3, and the third does not fit.
             #
@@ -405,7 +406,7 @@ class ZeroMemory:
             #     reducing      gradients     6 2    bucket (6 + 3), and its copies if it is cast
             #     afterwards    gradients     6 2    bucket, and the buffer of reduced gradients
             #
-            # Nobody knows beforehand which line is the largest.
+            # Which line is the largest depends on the sizes.
             itemsize = self._grad_itemsize
             offsets = itertools.accumulate(self.parameters.matrices, initial=0)
             unmoved = itemsize * (
@@ -457,9 +458,9 @@ class ZeroMemory:
         Stages 1 to 3 flatten the gradients of a group and convert the flat tensor, while the
         gradients still exist. bf16, 100 elements in the largest partition, no offload:
 
-            gradients  200 bytes      what backward left, freed at the end
-            buffers    200            flat copy, freed after the conversion
-            gradients  400            fp32, which the optimizer reads
+            gradients  200 bytes    what backward left
+            buffers    200          the flat copy
+            gradients  400          fp32, which the optimizer reads
         """
         zero = self.settings
         states = self.states
@@ -482,8 +483,7 @@ class ZeroMemory:
                 gradients=self._reduced_gradients, buffers=states.buffers + bucket
             )
         if zero.separate_fp32_grads:
-            # BF16_Optimizer converts nothing: its fp32 sums are permanent and stand in
-            # `states.buffers`.
+            # BF16_Optimizer converts nothing: its fp32 sums are permanent, in `states.buffers`.
             return states._replace(gradients=e * self.parameters.total)
         updated = self._update_numel
         if zero.stage == 3:

@@ -91,7 +91,7 @@ def _losses(run: Path, step: int) -> str:
         return ""
     losses = []
     for name, label in LOSSES.items():
-        # The run may have gone on after this checkpoint.
+        # The run may have continued after this checkpoint.
         logged = [pair for pair in metrics.series.get(name, {}).items() if pair[0] <= step]
         losses += [f"{label} {value:.4f} at step {last_step:,}" for last_step, value in logged[-1:]]
     return ", ".join(losses)

@@ -58,8 +58,7 @@ def pad_for_sequence_parallelism(
     arguments.setdefault("position_ids", torch.arange(length, device=ids.device)[None])
     padded = {
         name: F.pad(value, (0, missing), value=PADDING.get(name, 0))
-        # By shape, whatever its name: a data collator may add arguments with a value for each
-        # token.
+        # By shape and not by name: a data collator may add arguments with a value for each token.
         if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == length
         else value
         for name, value in arguments.items()

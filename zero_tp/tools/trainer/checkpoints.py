@@ -63,8 +63,8 @@ def save_states(
             "config": settings.written(),
         }
 
-    # `checkpoint-500/` then has Trainer's files beside a directory `checkpoints/step_00000500`, as
-    # a run has it.
+    # `checkpoint-500/` then has Trainer's files and a directory `checkpoints/step_00000500`, as a
+    # run has it.
     saver = Saver(zero, folder, describe, timeout_minutes=timeout_minutes)
     saver.save(step)
     outcome = saver.outcome()
@@ -83,8 +83,8 @@ def has_only_weights(folder: Path) -> bool:
     """
 
     def find() -> bool:
-        # Weights beside another optimizer's states: whoever saved them wants to go on with these,
-        # and to start again silently would lose them.
+        # If there are states of another library's optimizer too, starting a new optimizer would
+        # silently lose them.
         states = [path for pattern in STATES for path in folder.glob(pattern)]
         return not states and any(folder.glob("*.safetensors"))
 
