@@ -110,6 +110,5 @@ def _records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(
             f"--data {MULTIPLE_CHOICE}={file}: it can't be read ({first_line(error)})"
         ) from error
-    # Rows are counted from 1, as lines are.
     for number, record in enumerate(rows, 1):
         yield location(str(file), number), record

@@ -279,7 +279,6 @@ class EvalModel:
         # A row with alternatives has one scored target, so each column sums one label.
         # In fp64, because a window may have thousands of targets.
         sums = nll.double().sum(1).tolist()
-        # What is not scored must not spoil `all`.
         arg_max = (greedy | (labels == IGNORE_INDEX).to(greedy.device)).all(1).tolist()
         return [
             [Score(*score) for score in zip(sums[index], arg_max[index], strict=True)][

@@ -86,7 +86,6 @@ class Allocations(TorchDispatchMode):
     def _record(self, tensor: Tensor, operation: str) -> Allocation | None:
         """Return the allocation of a tensor's storage, which is new unless it is alive."""
         kind = tensor.device.type
-        # Meta tensors have no memory on any device.
         if kind == "meta" or (self._device_type is not None and kind != self._device_type):
             return None
         storage = tensor.untyped_storage()

@@ -518,7 +518,6 @@ class ZeroMemory:
         # are this one.
         temporaries = self._temporaries(updated, 2, updated)
         if zero.offload_optimizer:
-            # The update runs on the host, where masters and moments are.
             return states._replace(host=states.host + temporaries)
         if (
             zero.keeps_gradients_in_place
