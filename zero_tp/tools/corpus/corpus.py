@@ -75,6 +75,14 @@ def prepare(
     """Write `output/{train,validation}.{bin,idx,content.json}`, `output/tokenizer/`,
     `output/validation.jsonl` and `output/report.json`.
 
+    What is on disk meanwhile, for an output `corpus`:
+
+        .corpus.progress/   blocks, committed     the spool; survives a kill
+                            tokenizer/            trained, complete
+                            encoded/              a second spool, of tokens
+        .corpus.partial/    what is written; locked, emptied by the next start
+        corpus/             the output, by a rename at the end
+
     Args:
         inputs: files, directories, globs, `-` or `hf:NAME`; see `documents.find_sources`.
         output: directory to write. An output of the same inputs and settings is reused.
@@ -100,13 +108,6 @@ def prepare(
     # Standard input and the hub may give other documents the next time.
     can_resume = all(source.path is not None for source in sources)
     compute_identity = partial(output_identity, sources, spec, settings)
-    # From here on files are touched:
-    #
-    #     .corpus.progress/   blocks, committed     the spool; survives a kill
-    #                         tokenizer/            trained, complete
-    #                         encoded/              a second spool, of tokens
-    #     .corpus.partial/    what is written; locked, emptied by the next start
-    #     corpus/             the output, by a rename at the end
     with name_output_in_errors(output, spool_directory):
         identity = spool_identity(sources, spec, settings)
         # --overwrite reads standard input and the hub again: no output has the empty identity that

@@ -236,8 +236,14 @@ class LMEvalTask(Task):
             task.set_config(key="num_fewshot", value=0)
 
     def compute_metrics(self, model: EvalModel) -> dict[str, Any]:
-        """Compute the metrics, under lm-eval's names. `lm_eval` has the results for its
-        `make_table`.
+        """Compute the metrics, under lm-eval's names.
+
+        `lm_eval` has the results for its `make_table`. Whose an error of its `evaluate` is:
+
+            while the model computes      the model's: raise it as it is
+            between, with one process     the task's: one line
+            between, a RuntimeError of    perhaps a collective whose peer is gone:
+            one of several ranks          raise it as it is
         """
         chat = self.options.apply_chat_template
         if chat and not model.tokenizer.chat_template:
@@ -268,12 +274,6 @@ class LMEvalTask(Task):
                 Exception
             ) as error:  # jinja, metrics, filters and a task's own code raise anything
                 # A RuntimeError may be a lost peer; the failing rank reports the cause.
-                # Whose an error of `evaluate` is:
-                #
-                #     while the model computes      the model's: raise it as it is
-                #     between, with one process     the task's: one line
-                #     between, a RuntimeError of    perhaps a collective whose peer is gone:
-                #     one of several ranks          raise it as it is
                 if lm.computing or (model.topology.world > 1 and isinstance(error, RuntimeError)):
                     raise
                 raise UserError(

@@ -32,6 +32,20 @@ def most_gathered(
 ) -> dict[tuple[str, int], float]:
     """Return the most gathered elements, by ("forward" or "backward", the layer's number).
 
+    For each module, in DeepSpeed's order: gather its own parameters, prefetch, compute, release.
+    So the most is counted after the prefetch. The prefetch compares its bounds before it adds a
+    parameter, so the last one may exceed the bucket.
+
+    Drawn with parameters a, b, c of 10 elements each, which one prefetch gathers:
+
+        prefetched            buffer 30                        30 elements
+        a's module runs       buffer 30, copies of a b c       60
+        b's module runs       buffer 30, copies of a b c       60, 50 if a is released
+        c's module runs       copies of a b c                  30, 10 if a and b are
+
+    `AllGatherCoalescedHandle.wait` copies all of them at the first use. Each parameter refers to
+    the handle, and so to the buffer, until its own module waits.
+
     Args:
         modules, layers, tied: see `RankParameters`.
         recomputed: numbers of the layers whose modules run again in backward; hashable.
@@ -43,7 +57,6 @@ def most_gathered(
     # All parameters of a module count here, persistent ones too: `__params_to_release` walks over
     # whole modules until it has passed `max_reuse` elements.
     numel_before = list(accumulate((sum(modules[number]) for number in order), initial=0))
-    # The uses of all parameters in order. Reversed, because the next one is popped off the end.
     queue = [
         (step, parameter) for step, module in enumerate(order) for parameter in partitioned[module]
     ][::-1]
@@ -51,34 +64,19 @@ def most_gathered(
     gathered = set[ParameterId]()
     prefetched_for = dict[ParameterId, int]()
     most = dict[tuple[str, int], float]()
-    # Each prefetch of several parameters has a buffer: (its parameters, those not used yet). The
-    # first use copies all parameters out of the buffer; it is freed when all have been used.
+    # Each prefetch of several parameters has a buffer: (its parameters, those not used yet).
     buffers: list[tuple[list[ParameterId], set[ParameterId]]] = []
     for step, module in enumerate(order):
-        # DeepSpeed's order for each module: gather its own parameters, then prefetch, then compute,
-        # then release. The peak is thus taken between prefetch and release.
         gathered.update(partitioned[module])
-        # Drawn with three parameters a, b, c that one prefetch gathers, each of 10 elements:
-        #
-        #     prefetched            buffer 30                        30 elements
-        #     a's module runs       buffer 30, copies of a b c       60
-        #     b's module runs       buffer 30, copies of a b c       60, 50 if a is released
-        #     c's module runs       copies of a b c                  30, 10 if a and b are
-        #
-        # `AllGatherCoalescedHandle.wait` copies all of them at the first use. Each parameter in
-        # flight refers to the handle, and so to the buffer, until its own module waits.
         for _, unused in buffers:
             unused.difference_update(partitioned[module])
         buffers = [buffer for buffer in buffers if buffer[1]]
 
-        # A module's own parameters leave the queue, gathered by it or by an earlier prefetch.
         while queue and queue[-1][0] <= step:
             queue.pop()
         live = sum(map(sizes.__getitem__, gathered))
         prefetched = list[ParameterId]()
         size = 0
-        # The bound is compared before a parameter is added, as in DeepSpeed, so the last one may
-        # exceed the bucket.
         while queue and size < min(max_live - live, prefetch_bucket):
             next_use, parameter = queue.pop()
             # A prefetch skips a parameter that is still gathered, and remembers for which use. It
@@ -90,8 +88,6 @@ def most_gathered(
                 size += sizes[parameter]
         if len(prefetched) > 1:  # a single parameter is gathered without a buffer
             buffers.append((prefetched, set(prefetched)))
-        # Before the first use the buffer is all there is of its parameters (`size` or `live`);
-        # after it the copies come on top.
         in_use = [contents for contents, unused in buffers if len(unused) < len(contents)]
         copied = sum(sizes[parameter] for contents in in_use for parameter in contents)
         # Of the modules after the layers only the last one counts, the output layer: the final norm
@@ -101,8 +97,7 @@ def most_gathered(
             most[key] = max(most.get(key, 0.0), float(live + size + copied))
 
         for parameter in partitioned[module]:
-            # The distance of a use is the elements of the modules in between, without this module
-            # and without the one that uses it again.
+            # The distance of a use: the elements of the modules in between.
             distances = (
                 numel_before[use] - numel_before[step + 1] for use in uses[parameter] if use > step
             )

@@ -126,19 +126,21 @@ class Search:
         )
 
     def _candidates(self) -> Iterator[Estimate]:
-        """Yield all candidates, with their memory by formulas."""
+        """Yield all candidates, with their memory by formulas.
+
+        Drawn for 8 ranks and a global batch of 64:
+
+            TP 1   DP 8   8 rows a replica    micro × accumulation 1 × 8, 2 × 4, 4 × 2, 8 × 1
+            TP 2   DP 4   16 rows a replica   1 × 16 … 16 × 1, each with and without SP
+            TP 8   DP 1   64 rows a replica   1 × 64 … 64 × 1
+
+        Times 4 stages, 2 or 3 recomputations, 3 offloads and 2 ways to reduce gradients. What a
+        stage does not have is left out.
+        """
         config = self.config
         device = self.device
         run_settings = ZeroSettings.of(config, cpu=device.is_cpu)
         run_workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
-        # 8 ranks and a global batch of 64:
-        #
-        #     TP 1   DP 8   8 rows a replica    micro × accumulation 1 × 8, 2 × 4, 4 × 2, 8 × 1
-        #     TP 2   DP 4   16 rows a replica   1 × 16 … 16 × 1, each with and without SP
-        #     TP 8   DP 1   64 rows a replica   1 × 64 … 64 × 1
-        #
-        # Times 4 stages, 2 or 3 recomputations, 3 offloads and 2 ways to reduce gradients; what a
-        # stage does not have is skipped below.
         for tensor, sequence in itertools.product(_divisors(self.ranks), (False, True)):
             data = self.ranks // tensor
             samples, left_over = divmod(config.global_batch, data)
