@@ -56,6 +56,7 @@ class BlockProcessor:
             if settings.repair and isinstance(document, Document):
                 ftfy = import_optional("ftfy", "--repair-unicode")
                 document = document._replace(text=ftfy.fix_text(document.text))
+            # After the repair, which may leave nothing.
             if isinstance(document, Document) and not document.text.strip():
                 document = Problem("empty", "an empty document")
             if isinstance(document, Problem):
@@ -76,6 +77,8 @@ class BlockProcessor:
             columns = self.encoder.columns(list(compress(encodings, is_long)))
         texts = [document.text.encode("utf-8") for document in documents]
         facts = np.zeros(len(documents), DOCUMENT_FACTS)
+        # The seed is the key of the hash that decides the split: another seed gives another split
+        # of the same documents.
         key = settings.seed.to_bytes(8, "little")
         facts["split_hash"] = _hashes(texts, "<u8", key)
         facts["place"] = places
@@ -89,6 +92,7 @@ class BlockProcessor:
             columns["sketches"] = b"".join(minhashes)
         if self.sets is not None:
             facts["contaminated"] = [self.sets.overlap_with(document) for document in documents]
+        # Level 1, because a spool is temporary and reading must not wait for it.
         columns |= {"documents": facts.tobytes(), "texts": zstandard.compress(b"".join(texts), 1)}
         return ProcessedBlock(source, block.number, sha256, columns, counts)
 
@@ -104,11 +108,13 @@ def _hashes(texts: Sequence[bytes], dtype: str, key: bytes = b"") -> npt.NDArray
 def encode_stored(
     encoder: DocumentEncoder, block: StoredBlock, lengths: npt.NDArray[np.int64], selected: Mask
 ) -> dict[str, bytes]:
-    """Return the token columns of a block with texts of `lengths` bytes; documents that aren't
-    selected have none.
+    """Return the token columns of a block.
+
+    Documents that are not selected have no tokens; `lengths` are the bytes of each text.
     """
     columns = encoder.columns(encoder.encode(block.texts(lengths, selected)))
     sizes = np.zeros(len(selected), np.int64)
+    # Every document has a size, so that the k-th size stays that of the k-th document.
     sizes[selected] = np.frombuffer(columns["sizes"], np.int64)
     return columns | {"sizes": sizes.tobytes()}
 
@@ -132,10 +138,17 @@ def map_in_order(
         return
     # A fork of a process with threads may hang, and tokenizers, torch and pyarrow start threads.
     context = multiprocessing.get_context("spawn")
+    # `work` has a tokenizer and is large: it goes to a process once, and afterwards only items do.
     with ProcessPoolExecutor(
         processes, mp_context=context, initializer=_start_worker, initargs=(work,)
     ) as pool:
         items = iter(items)
+        # Two processes, three items ahead for each; results leave in order:
+        #
+        #     submitted   1 2 3 4 5 6       1 is slow, 2 to 6 are computed meanwhile
+        #     yielded     1                 then 7 is submitted
+        #
+        # More items ahead would only hold more blocks in memory.
         pending = deque[Future[Result]]()
         try:
             while True:
@@ -156,6 +169,8 @@ def map_in_order(
 
 def _start_worker(work: Callable[..., Any]) -> None:
     global _worker_function
+    # A worker waits for its next item, and a killed parent sends none: without this thread it would
+    # never end.
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process already
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends its workers
@@ -165,7 +180,9 @@ def _start_worker(work: Callable[..., Any]) -> None:
 def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
+    # The parent's end is readable on a pipe that it holds open; joining waits for that.
     parent.join()
+    # Not sys.exit, which would end this thread only.
     os._exit(1)
 
 

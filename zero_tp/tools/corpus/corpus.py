@@ -75,6 +75,14 @@ def prepare(
     """Write `output/{train,validation}.{bin,idx,content.json}`, `output/tokenizer/`,
     `output/validation.jsonl` and `output/report.json`.
 
+    What is on disk meanwhile, for an output `corpus`:
+
+        .corpus.progress/   blocks, committed     the spool; survives a kill
+                            tokenizer/            trained, complete
+                            encoded/              a second spool, of tokens
+        .corpus.partial/    what is written; locked, emptied by the next start
+        corpus/             the output, by a rename at the end
+
     Args:
         inputs: files, directories, globs, `-` or `hf:NAME`; see `documents.find_sources`.
         output: directory to write. An output of the same inputs and settings is reused.
@@ -114,16 +122,20 @@ def prepare(
                 raise UserError("{where}: {detail}".format(**problems[0]))
             return reused
         with (
+            # First the lock of the output, then the spool: two processes never append to one spool.
             partial_directory(real_output, (TOKENIZER,)) as staging,
             _open_spool(spool_directory, identity, overwrite, can_resume) as spool,
         ):
             resumed = spool.counts.read
             preparation = Preparation(sources, spec, settings, spool, strict, processes, progress)
+            # Before the first document is read, because a tokenizer that cannot be saved would be
+            # refused only after all of them.
             preparation.save_existing_tokenizer(staging / TOKENIZER)
             preparation.read()
             documents = preparation.select(staging)
             encoder, encoded_blocks = preparation.encode(documents, staging / TOKENIZER)
             for number, source in enumerate(sources):
+                # A resumed start does not read a finished source, so its hash comes from the spool.
                 source.sha256 = spool.sha256[number]
             report = write_output(
                 staging, documents, encoded_blocks, encoder, compute_identity(), preparation.seconds
@@ -137,13 +149,15 @@ def prepare(
 
 @contextlib.contextmanager
 def name_output_in_errors(output: Path, spool_directory: Path | None = None) -> Iterator[None]:
-    """Turn an OSError into a UserError that names the output, and says if the spool allows
-    resuming.
+    """Turn an OSError into a UserError that names the output.
+
+    After a full disk it says that the same command resumes, if there is a spool.
     """
     try:
         yield
     except OSError as error:
         can_resume = (
+            # After a full disk the same command can resume; other errors would only come again.
             error.errno == errno.ENOSPC and spool_directory is not None and spool_directory.exists()
         )
         remedy = (
@@ -158,8 +172,9 @@ def name_output_in_errors(output: Path, spool_directory: Path | None = None) -> 
 def _open_spool(
     directory: Path, identity: dict[str, Any], overwrite: bool, can_resume: bool
 ) -> Iterator[Spool]:
-    """Open the spool in `directory`, with the blocks of an interrupted preparation; see
-    `prepare`.
+    """Open the spool in `directory`, with the blocks of an interrupted preparation.
+
+    See `prepare` for the arguments. The end of the block removes a spool that cannot be resumed.
     """
     spool = Spool(directory)
     if (
@@ -172,6 +187,8 @@ def _open_spool(
             "other settings "
             f"({different}): give the same settings to resume, or start over: --overwrite"
         )
+    # Other settings were refused above, unless --overwrite is given. Here an input or a library may
+    # have changed, and with it the blocks: all are made again.
     if spool.identity != identity or not can_resume:
         remove(directory)
         spool = Spool(directory)
@@ -179,15 +196,21 @@ def _open_spool(
         with contextlib.closing(spool.open(identity)):
             yield spool
     finally:
+        # Nothing was committed or can be resumed, or the output is complete and `prepare` has
+        # removed the file.
         if not (can_resume and (directory / COMMITTED).exists()):
             shutil.rmtree(directory, ignore_errors=True)
 
 
 def _clear_finished(directory: Path, identity: dict[str, Any], output: Path) -> None:
-    """Remove the spool of a process that was killed after it wrote the output, unless another
-    process uses it.
+    """Remove the spool of a process that was killed after it had written the output.
+
+    A spool that another process uses stays.
+
+    A spool that another process uses stays.
     """
     if directory.exists():
+        # Another process that holds the lock raises a UserError: then the spool is in use.
         with contextlib.suppress(UserError), partial_directory(output, (TOKENIZER,)):
             committed = Spool(directory).identity
             if committed is None or not differing_settings(committed, identity):
@@ -195,8 +218,9 @@ def _clear_finished(directory: Path, identity: dict[str, Any], output: Path) -> 
 
 
 class Preparation:
-    """The stages of `prepare` before the output is written; each resumes where an interrupted
-    preparation stopped.
+    """The stages of `prepare` before the output is written.
+
+    Each resumes where an interrupted preparation stopped.
 
     Attributes:
         seconds: stage → its duration.
@@ -235,8 +259,9 @@ class Preparation:
         self.seconds: dict[str, float] = {}
 
     def save_existing_tokenizer(self, destination: Path) -> None:
-        """Save the tokenizer unless it is to be trained, before any document is read: it may be
-        refused.
+        """Save the tokenizer, unless it is to be trained.
+
+        This comes before any document is read, because the tokenizer may be refused.
         """
         started = time.perf_counter()
         if self.tokenizer is not None and self.spec.directory is not None:
@@ -251,6 +276,8 @@ class Preparation:
             desc="reading", total=self.total_bytes or None, unit="B", unit_scale=True
         ) as bar:
             self._check_strict()
+            # In order, although a later block may be ready first: the spool, and with it the
+            # output, has the same bytes with any number of processes.
             for block in map_in_order(self.processor, self._missing_blocks(bar), self.processes):
                 spool.append(block)
                 self._check_strict()
@@ -258,17 +285,21 @@ class Preparation:
         self.seconds["reading"] = time.perf_counter() - started
 
     def _missing_blocks(self, bar: tqdm) -> Iterator[tuple[int, RecordBlock, str | None]]:
-        """Yield the blocks that are not in the spool, and after a source's last one an empty
-        block with its SHA-256.
+        """Yield the blocks that are not in the spool.
+
+        After a source's last block comes an empty one with the source's SHA-256.
         """
         bytes_before = 0
         for number, source in enumerate(self.sources):
             if number not in self.spool.sha256:
+                # A source that is half in the spool is read from its start, because a compressed
+                # file has no other; its known blocks are only not processed again.
                 last = self.spool.last_blocks.get(number, -1)
                 for block in read_blocks(source):
                     bar.update(bytes_before + source.position - bar.n)
                     if block.number > last:
                         yield number, block, None
+                # The hash of a file is known once it was read to its end.
                 yield number, RecordBlock(source.name, 0, None, []), source.sha256
             bytes_before += source.size_and_time[0]
 
@@ -294,8 +325,9 @@ class Preparation:
     def encode(
         self, documents: DocumentTable, destination: Path
     ) -> tuple[DocumentEncoder, Sequence[StoredBlock]]:
-        """Return the encoder, and the blocks with the documents' tokens; save the tokenizer if
-        it is trained.
+        """Return the encoder, and the blocks with the documents' tokens.
+
+        A tokenizer that has to be trained is trained first, and saved in `destination`.
         """
         started = time.perf_counter()
         if self.processor.encoder is not None:
@@ -304,7 +336,11 @@ class Preparation:
         shutil.copytree(directory, destination)
         encoder = DocumentEncoder(load_tokenizer(directory), self.settings.sentences)
         self.seconds["tokenizer"] = time.perf_counter() - started
+        # Its identity is empty: the directory around it has one, and another tokenizer would be
+        # another directory.
         with contextlib.closing(Spool(self.spool.directory / "encoded").open({})) as encoded:
+            # Block k of tokens belongs to block k of documents, so the number of blocks says where
+            # to resume.
             numbers = range(len(encoded.blocks), len(documents.blocks))
             items = map(documents.block_to_encode, self.bar(numbers, "encoding", unit=" blocks"))
             results = map_in_order(partial(encode_stored, encoder), items, self.processes)
@@ -315,9 +351,11 @@ class Preparation:
         return encoder, encoded.blocks
 
     def _train(self, documents: DocumentTable) -> Path:
-        """Train the tokenizer on the training documents, unless the spool's directory has it;
-        return its directory.
+        """Train the tokenizer on the training documents and return its directory.
+
+        If the spool's directory has it from an earlier start, it is not trained again.
         """
+        # A kill during the training must not lose documents that were read.
         self.spool.commit()
         trained = self.spool.directory / TOKENIZER
         unfinished = self.spool.directory / "tokenizer.new"
@@ -330,5 +368,6 @@ class Preparation:
             tokenizer = self.spec.train(lambda: iter(bar(documents.texts(sample))))
             tokenizer.save_pretrained(str(unfinished))
             sync(unfinished)
+            # A rename, after all files are on disk: a directory of this name is always complete.
             os.replace(unfinished, trained)
         return trained

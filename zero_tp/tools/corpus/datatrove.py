@@ -35,6 +35,7 @@ from zero_tp.tools.corpus.settings import (
 from zero_tp.tools.corpus.spool import Spool
 from zero_tp.tools.corpus.tokenizer_training import TokenizerSpec
 
+# Before the imports below, so that a missing package is named with the extra that installs it.
 import_optional("datatrove", "zero_tp.tools.corpus.datatrove", "datatrove")
 
 from datatrove.data import Document  # noqa: E402
@@ -82,6 +83,7 @@ class CorpusReader(PipelineStep):
     ) -> Iterator[Document]:
         """Yield the documents of an earlier reader, then those of this task, in order."""
         self.counts = RecordCounts()
+        # datatrove passes the documents of an earlier step, or None to the first one.
         yield from data or ()
         for number, _ in self.inputs[rank::world_size]:
             yield from self._documents(number)
@@ -145,9 +147,12 @@ class TokenizedCorpus(PipelineStep):
         }
         chosen = PrepareSettings(str(tokenizer), **options)
         check_settings(chosen)
+        # Slurm's jobs load the pickled step and may start in another directory.
         self.tokenizer = spec.directory.absolute()
         self.parts = Path(parts)
         self.eos = eos
+        # datatrove copies or pickles a pipeline as one list, so this stays the pipeline's own
+        # reader in each task.
         self.reader = reader
         existing = load_tokenizer(spec.directory, eos)
         with tempfile.TemporaryDirectory() as directory:  # before any task: it may be refused
@@ -158,12 +163,15 @@ class TokenizedCorpus(PipelineStep):
         self.settings = identity | dict(settings or {})
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
-        """Write the part of task `rank`, which replaces one of a killed task or of an earlier
-        run.
+        """Write the part of task `rank`.
+
+        It replaces the part of a killed task or of an earlier run.
         """
         part = self.parts / f"{rank:05d}"
         with (
             partial_directory(part, (TOKENIZER,)) as directory,
+            # The identity is empty: a killed task starts from nothing, because datatrove runs whole
+            # tasks again.
             contextlib.closing(Spool(directory).open({})) as spool,
         ):
             inputs = self.reader.inputs[rank::world_size] if self.reader is not None else []
@@ -173,6 +181,8 @@ class TokenizedCorpus(PipelineStep):
                     spool.append(self.processor(source, block))
             self.stat_update("documents", value=spool.counts.kept)
             spool.commit()
+            # Rank 0's files serve all parts. The check is against the tokenizer at the pipeline's
+            # start, which each task has pickled.
             if rank == 0:
                 tokenizer = load_tokenizer(self.tokenizer, self.eos)
                 name = f"the tokenizer {self.tokenizer}"
@@ -183,12 +193,15 @@ class TokenizedCorpus(PipelineStep):
                 save_tokenizer(tokenizer, directory / TOKENIZER, self.tokenizer)
             counts = spool.counts
             if self.reader is not None:
+                # The reader yielded 100 documents. Later steps drop 10: 90 arrive, so 10 are
+                # `filtered`. Later steps add 5: 105 arrive, so 5 more count as read.
                 counts = copy.deepcopy(self.reader.counts)
                 filtered = counts.kept - spool.counts.read
                 # `filtered` is negative if later steps added more than they dropped: the surplus
                 # counts as read.
                 counts.add(
                     max(0, -filtered),
+                    # A sum of Counters leaves out what is not above 0.
                     Counter(filtered=filtered) + spool.counts.dropped,
                     spool.counts.problems,
                 )
@@ -207,10 +220,13 @@ class TokenizedCorpus(PipelineStep):
     def _blocks(
         self, data: Iterable[Document], sources: dict[NumberedInput, int]
     ) -> Iterator[tuple[int, RecordBlock]]:
-        """Yield the number of a source and a block of its documents. New sources are added to
-        `sources`.
+        """Yield the number of a source and a block of its documents.
+
+        New sources are added to `sources`.
         """
         numbers = itertools.count()
+        # A task's inputs come one after another, so a run of documents of one input is all of it.
+        # If a step shuffles them, an input has several runs, under one number.
         for source, documents in itertools.groupby(data, _input_of):
             records = (
                 Record(document.metadata.get(PLACE, 0), {_TEXT: document.text})

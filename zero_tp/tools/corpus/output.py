@@ -70,19 +70,24 @@ class DocumentTable:
             yield from block.texts(self.facts["bytes"][rows], selected[rows])
 
     def remove(self, duplicates: str | None) -> Iterator[dict[str, Any]]:
-        """Drop exact copies, near ones if `duplicates` is "near", and documents that overlap with
-        an evaluation set.
+        """Drop exact copies, near copies and documents that overlap with an evaluation set.
+
+        Near copies are dropped only if `duplicates` is "near".
 
         Yields a record for removed.jsonl of each: its location, the reason, and the document that
         it is a copy of.
         """
         if duplicates is not None:
+            # Exact copies first: they need no sketch, and the index of near copies then has fewer
+            # documents.
             originals = exact_duplicates(self.facts["content_hash"].copy())
             for number in np.flatnonzero(originals != np.arange(len(originals))).tolist():
                 yield self._remove(
                     number, "duplicate", copy_of=self._location(int(originals[number]))
                 )
         if duplicates == "near":
+            # Lazily, block by block: only the index keeps sketches, and of documents that stay. A
+            # document that was dropped above is skipped.
             sketches = enumerate(chain.from_iterable(map(self._sketches, range(len(self.blocks)))))
             numbered = ((number, sketch) for number, sketch in sketches if self.in_output[number])
             for near in near_duplicates(numbered, self._sketch):
@@ -145,6 +150,14 @@ class DocumentTable:
             raise UserError(
                 f"validation {validation:g} of {total:,} documents leaves none to train on"
             )
+        # Drawn with five documents and a validation set of 2, then of 1; b and d are equal:
+        #
+        #     document    a  b  c  d  e
+        #     hash        7  2  9  2  5
+        #     2 smallest     2     2         largest 2: b and d
+        #     1 smallest     2               largest 2: b and d, one more than asked for
+        #
+        # A copy in the training set would make the validation loss too low.
         largest = np.partition(hashes[self.in_output], count - 1)[count - 1]
         self.in_validation = self.in_output & (hashes <= largest)
         if self.in_validation.sum() == total:
@@ -157,6 +170,7 @@ class DocumentTable:
 
         They are those with the largest hashes, so the documents' order does not matter.
         """
+        # The tokenizer must not see the validation texts either.
         training = self.in_output & ~self.in_validation
         if limit is None or limit >= training.sum():
             return training
@@ -188,9 +202,12 @@ class SplitWriter(IndexedWriter):
         sizes: npt.NDArray[np.int64],
         begins: Mask,
     ) -> None:
-        """Append the selected documents of a block, bool [documents]; `begins`: see
-        `add_documents`, or empty.
+        """Append the selected documents of a block, bool [documents].
+
+        `begins` is that of `add_documents`, or empty.
         """
+        # From documents to tokens: sizes 3, 2, 1 and documents yes, no, yes give yes yes yes no no
+        # yes.
         is_selected = np.repeat(selected, sizes)
         self.add_documents(
             ids[is_selected], sizes[selected], begins[is_selected] if len(begins) else None
@@ -210,8 +227,9 @@ def write_output(
     identity: dict[str, Any],
     seconds: dict[str, float],
 ) -> dict[str, Any]:
-    """Write both corpora, the texts of the validation documents and the report next to
-    `tokenizer/`; return the report.
+    """Write both corpora, the texts of the validation documents and the report.
+
+    They go next to `tokenizer/` in `directory`. Returns the report.
 
     Args:
         encoded_blocks: the blocks with the documents' tokens.
@@ -229,6 +247,8 @@ def write_output(
         validation,
         open(directory / "validation.jsonl", "w", encoding="utf-8") as texts_file,
     ):
+        # One block at a time is in memory. Both splits are written in one pass, so each block is
+        # read once.
         for number, block in enumerate(encoded_blocks):
             ids = np.frombuffer(block.read("tokens"), dtype)
             sizes = np.frombuffer(block.read("sizes"), np.int64)
@@ -245,9 +265,12 @@ def write_output(
     splits = dict(zip(SPLITS, (train.counts, validation.counts), strict=True))
     _require_tokens(splits)
     seconds["encoding"] = seconds.get("encoding", 0.0) + time.perf_counter() - started
+    # With an existing tokenizer the documents were tokenized while they were read.
     encoding = seconds["encoding"] + (
         seconds["reading"] if encoded_blocks is documents.blocks else 0.0
     )
+    # `files` has the hashes of what exists by now. report.json itself and the caches below are not
+    # among them, so a missing cache is no damage.
     report = {
         "identity": identity,
         "inputs": list(documents.names),
@@ -286,6 +309,7 @@ def unigram(train: npt.NDArray[np.int64], validation: npt.NDArray[np.int64]) -> 
     has a probability. `uniform`: all tokens equally likely.
     """
     seen = train[train > 0] / train.sum()
+    # Add-one smoothing: a validation token that training never saw would make the loss infinite.
     smoothed = (train + 1) / (train.sum() + len(train))
     return {
         "train_entropy": float(-(seen * np.log(seen)).sum()),

@@ -1,5 +1,6 @@
-"""Parts of a corpus: each task of a datatrove pipeline (datatrove.py) writes one, `zero-tp prepare
---merge` joins them.
+"""Parts of a corpus, which the tasks of a datatrove pipeline write.
+
+datatrove.py writes them, and `zero-tp prepare --merge` joins them.
 
 `PARTS/00003` is the part of task 3: a spool of its documents, and `part.json`, which records the
 settings and the SHA-256 of every file. The split depends on the hashes of all documents, so merging
@@ -93,6 +94,7 @@ def merge(
         part.model_dump(exclude={"tokenizer"}) for part in manifests
     ]  # `settings` has its files' hash
     sha256 = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+    # The manifests have the hash of each file, so a hash of the manifests covers the whole content.
     identity = {**settings, "format": FORMAT, "parts": sha256, "validation": validation}
     real_output = Path(os.path.realpath(output))
     with name_output_in_errors(output):
@@ -102,6 +104,8 @@ def merge(
         with partial_directory(real_output, (TOKENIZER,)) as staging:
             documents = _join(paths, manifests)
             documents.select_validation(validation)
+            # Only part 0 has the tokenizer's files; the others have its fingerprint, compared
+            # above.
             shutil.copytree(paths[0] / TOKENIZER, staging / TOKENIZER)
             tokenizer = load_tokenizer(staging / TOKENIZER)
             if (recorded := manifests[0].tokenizer) is not None:
@@ -139,6 +143,7 @@ def _read_manifests(directory: Path) -> tuple[list[Path], list[Part]]:
             part.tokenizer.require_same(
                 first.tokenizer, f"the tokenizer of {path}", f"that of {paths[0].name}", _REMEDY
             )
+        # A part that was copied under another number would be merged twice.
         if path.name != f"{part.part:05d}":
             raise UserError(f"{path}: it is part {part.part} of {part.tasks}: {_REMEDY}")
     if missing := sorted(set(range(first.tasks)) - {part.part for part in manifests}):
@@ -153,6 +158,13 @@ def _join(paths: Sequence[Path], manifests: Sequence[Part]) -> DocumentTable:
     """Return the documents of all parts, in the order in which a single preparation would have
     read them.
     """
+    # Three inputs a, b, c and two tasks; each spool numbers its own sources from 0:
+    #
+    #     part 0    0 → a, 1 → c        of all inputs  a 0, c 2
+    #     part 1    0 → b               of all inputs  b 1
+    #     joined    blocks of a, b, c
+    #
+    # The order decides the order of documents, and so the bytes of the output.
     keys = [
         [(source.number, Path(source.name).parts, source.name) for source in part.sources]
         for part in manifests
@@ -166,6 +178,8 @@ def _join(paths: Sequence[Path], manifests: Sequence[Part]) -> DocumentTable:
         for block in Spool(path).blocks
     ]
     for part in manifests:
+        # From the manifests and not from the spools: a reader has dropped records that no spool has
+        # seen.
         counts.add(part.documents.read, part.documents.dropped, part.documents.problems)
     in_order = sorted(
         blocks, key=lambda block: block.source

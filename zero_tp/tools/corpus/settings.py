@@ -167,9 +167,12 @@ class Report(ConfigModel):
 def output_identity(
     sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings
 ) -> dict[str, Any]:
-    """Return everything that decides the output. A newer setting is in it only if set: older
-    outputs stay reusable.
+    """Return everything that decides the output.
+
+    A newer setting is in it only if it is set, so older outputs stay reusable.
     """
+    # A file counts by its content and not by its name, so a moved input leaves the output reusable.
+    # Of a data set of the hub only the name is known without reading it.
     hashes = [
         source.sha256 or (file_sha256(source.path) if source.path is not None else "")
         for source in sources
@@ -204,6 +207,7 @@ def spool_identity(
     identity: dict[str, Any] = {
         "format": [FORMAT, SPOOL_FORMAT],
         "inputs": [source.name for source in sources],
+        # Not hashes: hashing the inputs would read them once more before the first block.
         "sizes and times": [list(source.size_and_time) for source in sources],
         "versions": library_versions(),
         **asdict(settings) | {"decontaminate": []} | settings.enabled_options(),
@@ -213,9 +217,12 @@ def spool_identity(
 
 
 def differing_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return the names of the settings that differ between two spool identities; "" if none
-    does.
+    """Return the names of the settings that differ between two spool identities.
+
+    It is "" if none differs.
     """
+    # These three are not settings. If one of them changed, the inputs are read again; different
+    # settings are refused.
     settings = (before.keys() | now.keys()) - {"format", "versions", "sizes and times"}
     return ", ".join(sorted(name for name in settings if before.get(name) != now.get(name)))
 
@@ -280,17 +287,21 @@ def check_validation_size(validation: float) -> None:
 def find_reusable(
     output: Path, compute_identity: Callable[[], dict[str, Any]], overwrite: bool
 ) -> Prepared | None:
-    """Return the existing output if its identity is that of `compute_identity`; None: nothing
-    can be reused.
+    """Return the existing output if its identity is that of `compute_identity`.
+
+    None: nothing can be reused.
     """
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
+    # It hashes the inputs, so it is computed only where there is an output to compare.
     identity = compute_identity()
     raw: dict[str, Any] = {}
     try:
         raw = read_json(output / REPORT, "")
         report = validate(Report, raw, str(output / REPORT))
     except UserError as error:
+        # A report of an older version may be invalid now and may still be replaced. Any other
+        # directory is not ours.
         if overwrite and {"identity", "files"} <= raw.keys():
             return None
         raise UserError(
@@ -315,13 +326,15 @@ def find_reusable(
 
 
 def find_damage(directory: Path, files: Mapping[str, PreparedFile]) -> str | None:
-    """Describe the first file that differs from its record, which `describe_files` made; None:
-    none does.
+    """Describe the first file that differs from its record; None: none differs.
+
+    `describe_files` made the records.
     """
     for name, recorded in files.items():
         path = directory / name
         if not path.is_file():
             return f"{path} is missing"
+        # The cheap comparison first: half a copy shows without hashing.
         if (size := path.stat().st_size) != recorded.bytes:
             return f"{path} has {size:,} bytes instead of {recorded.bytes:,}"
         if (sha256 := file_sha256(path)) != recorded.sha256:

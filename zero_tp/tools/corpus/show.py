@@ -18,8 +18,9 @@ MAX_SHOWN_CHARACTERS = 400
 
 
 def show_corpus(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
-    """Yield the texts of documents and of packed samples of each corpus, each after a line that
-    names it.
+    """Yield the texts of documents and of packed samples of each corpus.
+
+    A line that names it comes before each text.
 
     Args:
         path: an output of `prepare`, or a prefix.

@@ -73,8 +73,11 @@ def sketches(texts: Sequence[str]) -> list[bytes]:
     """Return a sketch of each text; empty for one without words."""
     rensa = import_optional("rensa", "--deduplicate near")
     sets = [shingles(text) for text in texts]
+    # The sets are sketched in one call, in Rust. 43 µs a document of 80 words
+    # (benchmarks/results/measured.md).
     minhashes = rensa.RMinHash.from_token_sets(sets, num_perm=_NUM_PERM, seed=_SEED)
     return [
+        # The pickled state as bytes: rensa has no other way to store a sketch.
         minhash.__reduce__()[2] if tokens else b""
         for minhash, tokens in zip(minhashes, sets, strict=True)
     ]
@@ -97,8 +100,9 @@ class NearDuplicate(NamedTuple):
 def near_duplicates(
     numbered: Iterable[tuple[int, bytes]], sketch_of: Callable[[int], bytes]
 ) -> Iterator[NearDuplicate]:
-    """Yield the documents of similarity at least 0.7 with an earlier one that is no near duplicate
-    itself.
+    """Yield the documents that are near copies of an earlier one.
+
+    Their similarity is at least 0.7. The earlier one is no near copy itself.
 
     Memory: 0.7 to 1.4 KB a document that is no duplicate (measured with 40,000).
 
@@ -107,11 +111,20 @@ def near_duplicates(
         sketch_of: returns the sketch of an earlier document.
     """
     rensa = import_optional("rensa", "--deduplicate near")
+    # A band is 4 of the 128 numbers. Two documents are compared if they agree in one whole band:
+    #
+    #     similarity s                        0.3    0.4    0.5    0.6    0.7
+    #     compared: 1 - (1 - s⁴)³²            0.23   0.56   0.87   0.99   0.9998
+    #
+    # The bands only find candidates: rensa then compares all 128 numbers with the threshold. Their
+    # estimate of 0.7 has a standard error of √(0.7 · 0.3 / 128) = 0.04.
     index = rensa.RMinHashDeduplicator(THRESHOLD, _NUM_PERM, True, _BANDS, _SEED)
     for number, sketch in numbered:
         if not sketch:
             continue
         minhash = _restore(sketch)
+        # `add` refuses a near copy, so the index has kept documents only: memory grows with them,
+        # and a chain of near copies is compared with its kept documents alone.
         if not index.add(str(number), minhash):
             earlier = min(map(int, index.get_duplicates(minhash)))
             yield NearDuplicate(number, earlier, minhash.jaccard(_restore(sketch_of(earlier))))
@@ -119,6 +132,7 @@ def near_duplicates(
 
 def exact_duplicates(content: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """Return the first document with the same 128-bit hash (V16) for each document, [documents]."""
+    # np.unique's `return_index` is the first occurrence, so the earliest document is the original.
     _, firsts, inverse = np.unique(content, return_index=True, return_inverse=True)
     return firsts[inverse]
 
@@ -128,10 +142,21 @@ def exact_duplicates(content: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 def ngram_hashes(text: str) -> npt.NDArray[np.uint64]:
     """Return a hash of every 13 consecutive words, uint64 [words - 12]."""
+    # A rolling hash over 13 words for all windows at once, in uint64, which wraps around. Drawn
+    # with 3 words instead of 13:
+    #
+    #     words       w0 w1 w2 w3 w4
+    #     hashes      h0 h1 h2 h3 h4
+    #     pass i = 0  h0 h1 h2           the first word of each window
+    #     pass i = 1  h1 h2 h3           mixed in
+    #     pass i = 2  h2 h3 h4           mixed in: 5 - 2 windows
+    #
+    # The + 1, because a window's first words would have no effect if their hashes were 0.
     hashes = np.array([zlib.crc32(word.encode()) + 1 for word in words(text)], np.uint64) * _FACTOR
     count = len(hashes) - NGRAM + 1
     combined = np.zeros(max(count, 0), np.uint64)
     for i in range(NGRAM if count > 0 else 0):
+        # A product carries bits upwards only; the shift brings the high ones down again.
         combined = (combined ^ (combined >> np.uint64(29))) * _FACTOR + hashes[i : i + count]
     return combined
 
@@ -142,8 +167,10 @@ def _normalized(text: str) -> str:
 
 @dataclass(frozen=True)
 class EvaluationSets:
-    """Evaluation sets: sorted hashes of their 13-grams (`ngram_hashes`), and normalised titles
-    of WikiText articles.
+    """The n-grams and titles of evaluation sets.
+
+    `hashes` are the sorted hashes of their 13-grams (`ngram_hashes`), `titles` the normalised
+    titles of WikiText articles.
     """
 
     hashes: npt.NDArray[np.uint64]
@@ -168,6 +195,7 @@ class EvaluationSets:
                     for heading in _HEADING.findall(document.text)
                     if (title := _normalized(heading))
                 }
+            # An evaluation set without effect is probably a wrong file.
             if (len(parts), len(titles)) == before:
                 raise UserError(
                     f"--decontaminate: {path}: no record has {NGRAM} words, so it has no effect: "
@@ -177,8 +205,10 @@ class EvaluationSets:
         return cls(np.unique(np.concatenate(parts)), frozenset(titles))
 
     def overlap_with(self, document: Document) -> bool:
-        """Return whether a document has 13 consecutive words of a set, or its title or first
-        line is a set's title.
+        """Return whether a document overlaps with a set.
+
+        It does if it has 13 consecutive words of one, or if its title or first line is a set's
+        title.
         """
         first = document.text.lstrip().partition("\n")[0]
         if self.titles and not self.titles.isdisjoint(
@@ -186,6 +216,7 @@ class EvaluationSets:
         ):
             return True
         hashes = ngram_hashes(document.text)
+        # A hash larger than all of the set's has the position behind its end, which cannot be read.
         positions = np.searchsorted(
             self.hashes, hashes
         )  # np.isin would sort the sets for each document

@@ -1,5 +1,6 @@
-"""Processed blocks of documents in an append-only file, from which an interrupted preparation
-resumes.
+"""Processed blocks of documents in an append-only file.
+
+An interrupted preparation resumes from it.
 """
 
 from __future__ import annotations
@@ -68,14 +69,16 @@ class StoredBlock(NamedTuple):
     lengths: Sequence[int]
 
     def read(self, column: str) -> bytes:
+        # One column at a time: hashes and sizes of all documents are read without their texts.
         index = COLUMNS.index(column)
         with open(self.path, "rb") as file:
             file.seek(self.start + sum(self.lengths[:index]))
             return file.read(self.lengths[index])
 
     def texts(self, lengths: npt.NDArray[np.int64], selected: Mask) -> list[str]:
-        """Return the texts of the selected documents, bool [documents]; `lengths`: bytes of each
-        text.
+        """Return the texts of the selected documents, bool [documents].
+
+        `lengths` are the bytes of each text.
         """
         texts = (
             split_bytes(zstandard.decompress(self.read("texts")), lengths) if selected.any() else []
@@ -115,6 +118,12 @@ class Spool:
         self._committed = directory / COMMITTED
         self._length = 0
         try:
+            # The directory of a preparation that was killed in its third block:
+            #
+            #     blocks      {identity} {header 0} columns 0 {header 1} columns 1 {header 2} colu
+            #     committed   the length up to here -----------------------------^
+            #
+            # The next start reads the headers of blocks 0 and 1 and truncates the rest.
             if self._committed.is_file() and self.path.is_file():
                 self._load(int(self._committed.read_text()))
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -122,21 +131,25 @@ class Spool:
 
     def _load(self, length: int) -> None:
         with open(self.path, "rb") as file:
+            # Fewer bytes than were synced: not a kill, but another program or a broken disk.
             if (size := os.fstat(file.fileno()).st_size) < length:
                 raise ValueError(f"{size:,} bytes instead of {length:,}")
             line = file.readline()
             self.identity = json.loads(line)
             self._length = len(line)
             while self._length < length:
+                # Only headers are read. Columns may be many times the memory.
                 file.seek(self._length)
                 self._index(file.readline())
 
     def open(self, identity: Mapping[str, Any]) -> Spool:
-        """Open the file to append blocks. `identity` must be that of the committed blocks, if
-        there are any.
+        """Open the file to append blocks.
+
+        `identity` must be that of the committed blocks, if there are any.
         """
         assert self.identity in (None, identity)
         self.directory.mkdir(parents=True, exist_ok=True)
+        # Append mode: after the truncation new blocks follow the committed ones.
         self._file = open(self.path, "ab")  # noqa: SIM115 - closed by close()
         self._file.truncate(self._length)
         if self.identity is None:
@@ -174,12 +187,16 @@ class Spool:
     def commit(self) -> None:
         """Sync all blocks to disk, then record the file's length."""
         self.flush()
+        # The blocks first, then their length. In the other order a power failure could leave a
+        # length without its blocks.
         os.fsync(self._file.fileno())
         write_atomically(self._committed, str(self._length))
         self._next_commit = time.monotonic() + COMMIT_SECONDS
 
     def flush(self) -> None:
         """Make all blocks readable."""
+        # Readers open the file by its name and would not see what is still in this process's
+        # buffer.
         self._file.flush()
 
     def close(self) -> None:

@@ -36,8 +36,9 @@ WORDPIECE_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """A tokenizer to train, of a `kind` (see `MIN_SIZES`) and `size`, or the `directory` of an
-    existing one.
+    """A tokenizer to train, or the `directory` of an existing one.
+
+    One to train has a `kind` (see `MIN_SIZES`) and a `size`.
     """
 
     kind: str | None = None
@@ -71,6 +72,8 @@ class TokenizerSpec:
             return f"{self.kind}:{self.size}"
         digest = hashlib.sha256()
         try:
+            # Only files that a tokenizer is read from; a model's weights may be in the same
+            # directory.
             for path in sorted(self.directory.iterdir()):
                 if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja"):
                     digest.update(
@@ -102,12 +105,14 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    # All 256 bytes from the start, so a byte that no training text has can be encoded too.
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.pre_tokenizer = _split_long_words(words)
     tokenizer.train_from_iterator(texts, trainer)
+    # Long words are cut for training only; the saved tokenizer splits as GPT-2's does.
     tokenizer.pre_tokenizer = words
     special = dict.fromkeys(("eos_token", "bos_token", "pad_token", "unk_token"), EOS)
     return PreTrainedTokenizerFast(
@@ -116,9 +121,7 @@ def train_bpe(texts: Iterator[str], size: int) -> PreTrainedTokenizerFast:
 
 
 def _split_long_words(words: PreTokenizer) -> PreTokenizer:
-    """Return a pre-tokenizer that splits texts into words, and words into pieces of at most
-    `LONGEST_WORD`.
-    """
+    """Return a pre-tokenizer that cuts the pieces of `words` at `LONGEST_WORD`."""
     from tokenizers import pre_tokenizers
 
     return pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(length=LONGEST_WORD)])
@@ -127,8 +130,9 @@ def _split_long_words(words: PreTokenizer) -> PreTokenizer:
 def train_wordpiece(
     texts: Callable[[], Iterator[str]], size: int, *, cased: bool
 ) -> PreTrainedTokenizerFast:
-    """Train a WordPiece vocabulary like BERT's; special tokens are [PAD] (id 0), [UNK], [CLS],
-    [SEP] and [MASK].
+    """Train a WordPiece vocabulary like BERT's.
+
+    Its special tokens are [PAD] (id 0), [UNK], [CLS], [SEP] and [MASK].
 
     Text is cleaned like BERT's: without control characters and, unless `cased`, in lower case
     without accents. Only the 1,000 most frequent characters are known. UserError: they alone are
@@ -156,9 +160,12 @@ def train_wordpiece(
     # only collects the pieces.
     pieces = train(0, [], sys.maxunicode + 1).keys()
     counts: Counter[str] = Counter()
+    # Each distinct character is normalised once, not the whole text: BERT's cleaning works by
+    # character.
     for raw, count in Counter(chain.from_iterable(texts())).items():
         for character in trained.normalizer.normalize_str(raw):
             counts[character] += 0 if character.isspace() else count
+    # Ties in frequency are broken by the character, so each run keeps the same 1,000.
     alphabet = set(sorted(counts, key=lambda character: (-counts[character], character))[:ALPHABET])
     tokens = [*WORDPIECE_TOKENS, *sorted(piece for piece in pieces if piece[-1] in alphabet)]
     if len(tokens) > size:
@@ -167,6 +174,8 @@ def train_wordpiece(
             f"tokenizer {kind}:{size}: the corpus' characters alone are {len(tokens)} tokens; "
             "raise SIZE"
         )
+    # The second training: the pieces are special tokens now and so have fixed numbers. A limit of 0
+    # lets it add no characters of its own.
     return BertTokenizer(vocab=train(size, tokens, 0), do_lower_case=not cased)
 
 

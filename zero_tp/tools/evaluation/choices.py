@@ -1,5 +1,6 @@
-"""Checks of multiple-choice questions, for which lm-eval would report an accuracy of 0. Needs no
-torch.
+"""Checks of multiple-choice questions. Needs no torch.
+
+lm-eval would report an accuracy of 0 for questions that fail them.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def check_choices(
             raise ValueError(
                 f"{field}[{number}] is {json_kind(type(choice).__name__)}; write a text"
             )
+    # lm-eval looks a text up among the choices, and counts the question as wrong if it is not
+    # there.
     if isinstance(gold, str):
         if gold not in choices:
             raise ValueError(

@@ -1,5 +1,6 @@
-"""Score rows of tokens with a model of zero_tp or transformers; data-parallel ranks share the
-batches.
+"""Score rows of tokens with a model of zero_tp or transformers.
+
+Data-parallel ranks share the batches.
 
 Shapes: b batch, n tokens of a row, k alternatives.
 """
@@ -41,8 +42,10 @@ Collective over TP.
 
 
 class Score(NamedTuple):
-    """Summed negative log-likelihood of a row's scored targets in nats, and whether all were the
-    arg-max.
+    """The score of a row.
+
+    `nll` is the summed negative log-likelihood of its scored targets in nats, `greedy` whether all
+    of them were the arg-max.
     """
 
     nll: float
@@ -55,6 +58,13 @@ def pad(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
 
     Padding is on the right, so a causal model needs no attention mask.
     """
+    # A row of tokens a b c d of which 2 are scored, and a row e f with the alternative g:
+    #
+    #     inputs    labels: target | alternative
+    #     a b c     -|-  c|-  d|-
+    #     e 0 0     f|g  -|-  -|-
+    #
+    # "-" is -100. Inputs are all tokens but the last, labels all but the first.
     longest = max(map(len, rows))
     alternatives = 1 + max(len(row.alternatives) for row in rows)
     input_ids = torch.zeros(len(rows), longest, dtype=torch.long)
@@ -101,6 +111,8 @@ class HuggingFaceScorer:
     def __call__(self, input_ids: Tensor, labels: Tensor) -> TokenScores:
         scored = (labels != IGNORE_INDEX).any(2)  # [b, n]
         columns = torch.arange(labels.shape[1], device=labels.device)
+        # [n] positions that at least one row scores. Rows of a batch end in different places, so
+        # some logits are computed in vain, but never a whole prompt's.
         columns = columns[scored.any(0)] if self._can_keep_logits else columns
         nll = torch.zeros(labels.shape, device=labels.device)
         greedy = torch.zeros(labels.shape, dtype=torch.bool, device=labels.device)
@@ -108,6 +120,8 @@ class HuggingFaceScorer:
             {"logits_to_keep": columns} if self._can_keep_logits else {}
         )
         vocabulary = self.model.config.get_text_config().vocab_size
+        # A vocabulary of 50,257 and 1,024 positions take 196 MiB a row in fp32, so 512 MiB hold two
+        # rows.
         rows = max(1, self.logits_bytes // (max(1, len(columns)) * vocabulary * 4))
         for start in range(0, len(input_ids), rows):
             group = slice(start, start + rows)
@@ -120,6 +134,7 @@ class HuggingFaceScorer:
                 nll[targets], greedy[targets] = scores_of_logits(
                     logits[row, column].float(), labels[targets]
                 )
+        # A scored position has a score in each column, also where its row has fewer alternatives.
         return TokenScores(
             nll.masked_fill_(labels == IGNORE_INDEX, 0.0), greedy & (labels != IGNORE_INDEX)
         )
@@ -155,8 +170,9 @@ class EvalModel:
     quiet: bool = False
 
     def encode(self, text: str) -> Tokens:
-        """Tokenize without special tokens; a special token's spelling is plain text, as in a
-        prepared corpus.
+        """Tokenize without special tokens.
+
+        A special token's spelling is plain text, as in a prepared corpus.
         """
         # verbose=False: no warning about the length
         ids = self.tokenizer.encode(
@@ -165,8 +181,9 @@ class EvalModel:
         return np.array(ids, dtype=np.int64)
 
     def require_same_requests(self, requests: Iterable[bytes]) -> None:
-        """Check that all ranks have the same requests: files may differ between machines.
-        Collective.
+        """Check that all ranks have the same requests. Collective.
+
+        Files may differ between machines.
 
         Raises:
             UserError: on every rank.
@@ -174,6 +191,7 @@ class EvalModel:
         if self.topology.world > 1:
             digest = hashlib.sha256()
             for request in requests:
+                # The length first: "ab" + "c" and "a" + "bc" must differ.
                 digest.update(len(request).to_bytes(8) + request)
             require_same_on_all_ranks(
                 {"the requests of a task": f"SHA-256 {digest.hexdigest()[:12]}…"}
@@ -182,8 +200,9 @@ class EvalModel:
     def map_batches(
         self, function: Callable[[T], R], batches: Sequence[T], size: Callable[[T], int], title: str
     ) -> list[R]:
-        """Apply `function` to each batch on one DP rank; return all results, in order, on every
-        rank. Collective.
+        """Apply `function` to each batch on one DP rank. Collective.
+
+        Every rank gets all results, in order.
 
         Args:
             size: returns the tokens of a batch, for the progress bar on rank 0's terminal.
@@ -205,6 +224,13 @@ class EvalModel:
             leave=False,
             file=sys.__stderr__,
         ) as bar:
+            # 5 batches on DP 2; rank 1 computes the last one once more and drops it:
+            #
+            #     round     0   1   2
+            #     rank 0    0   2   4
+            #     rank 1    1   3   (4)
+            #
+            # So all ranks run as many forwards, each of which gathers parameters under ZeRO-3.
             for start in range(0, len(batches), ranks):
                 result = function(batches[min(start + rank, len(batches) - 1)])
                 if start + rank < len(batches):
@@ -219,8 +245,9 @@ class EvalModel:
     # inference_mode's tensors could not be used in training, and ZeRO-3 gathers parameters here
     @torch.no_grad()
     def score(self, rows: Sequence[Row], title: str = "") -> list[list[Score]]:
-        """Return the scores of every row (its targets, then each alternative), in order, on every
-        rank. Collective.
+        """Return the scores of every row, in order, on every rank. Collective.
+
+        A row has the score of its targets, then one for each alternative.
 
         Rows are sorted by length, longest first: less padding, and the first batch shows whether
         memory suffices.
@@ -228,6 +255,8 @@ class EvalModel:
         self.require_same_requests(
             row.tokens.tobytes() + repr((row.scored, row.alternatives)).encode() for row in rows
         )
+        # Before the batches go to ranks: the same rows are in a batch, and so padded to the same
+        # length, with any DP size. That makes the sums equal bit for bit.
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
         batches = [
             order[start : start + self.batch_size]
@@ -248,6 +277,7 @@ class EvalModel:
         input_ids, labels = pad(rows)
         nll, greedy = self.scorer(input_ids.to(self.device), labels.to(self.device))
         # A row with alternatives has one scored target, so each column sums one label.
+        # In fp64, because a window may have thousands of targets.
         sums = nll.double().sum(1).tolist()
         arg_max = (greedy | (labels == IGNORE_INDEX).to(greedy.device)).all(1).tolist()
         return [

@@ -66,6 +66,8 @@ def table(report: Mapping[str, Any]) -> str:
         if "lm_eval" in result:
             rows += lines[1:] if rows else lines
             for key, value in result["lm_eval"].items():
+                # One table for all of lm-eval's tasks: its `make_table` takes the results of one
+                # evaluation, and each task here is one.
                 harness.setdefault(key, {}).update(value)
         else:
             parts.append("\n".join(text_table(lines)))
@@ -80,8 +82,9 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def write_samples(path: Path, report: dict[str, Any]) -> list[Path]:
-    """Move the samples out of a report into files next to `path`: JSON lines in lm-eval's
-    format, a file per task.
+    """Move the samples out of a report into files next to `path`.
+
+    Each task has a file of JSON lines in lm-eval's format.
     """
     written = []
     for result in report["tasks"].values():

@@ -54,6 +54,7 @@ class LambadaTask(Task):
         return {
             "data": self.origin,
             "accuracy": accuracy,
+            # lm-eval's: the sample's standard deviation, with n - 1, over √n.
             "accuracy_standard_error": math.sqrt(accuracy * (1 - accuracy) / (count - 1))
             if count > 1
             else None,
@@ -105,6 +106,7 @@ def _passage_of_record(record: dict[str, Any], where: str, text_key: str) -> Pas
         )
     if not (word := text_of(record, where, "continuation").strip()):
         raise UserError(f"{where}: its continuation is empty; give the passage's last word")
+    # The file's own spaces between them do not count: the target is one space and the word.
     return text_of(record, where, "context").rstrip(), f" {word}"
 
 

@@ -102,4 +102,5 @@ class LiveTasks(Callback):
         try:
             return {task.name: task.metrics_to_log(task.run(model)) for task in self._tasks}
         finally:
+            # Also after an error: a model in evaluation mode would train without dropout.
             engine.deepspeed_engine.train()

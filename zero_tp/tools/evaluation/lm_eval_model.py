@@ -66,7 +66,11 @@ class LMEvalModel(HFLM):
         One-token continuations of the same context share a row.
         """
         rows, truncated = continuation_rows([request[1:] for request in requests], self.max_length)
+        # The places lead each request to its score: (row of the merged ones, number of the score in
+        # it).
         rows, places = merge_single_tokens(rows)
+        # No `finally` below: after an error of the model the flag must stay, so that the error is
+        # not taken for the task's.
         self.computing = True
         scores = self.eval_model.score(rows, self.title)
         self.computing = False
@@ -76,8 +80,9 @@ class LMEvalModel(HFLM):
         return [(-scores[row][choice].nll, scores[row][choice].greedy) for row, choice in places]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        """Return each request's generated text, up to its stop sequences. A batch has requests
-        of equal options.
+        """Return each request's generated text, up to its stop sequences.
+
+        A batch has requests of equal options.
         """
         if not callable(getattr(self.eval_model.module, "generate", None)):
             raise UserError(
@@ -88,6 +93,8 @@ class LMEvalModel(HFLM):
         self.eval_model.require_same_requests([repr(arguments).encode()])
         order = Collator(
             arguments,
+            # The longest first, as in `EvalModel.score`: the first batch shows whether memory
+            # suffices. The text breaks ties, so each rank has the same batches.
             sort_fn=lambda request: (-len(self.tok_encode(request[0])), request[0]),
             group_by="gen_kwargs",
             group_fn=lambda request: request[1],
@@ -101,6 +108,8 @@ class LMEvalModel(HFLM):
         self.tokens += count
         self.tokens_computed += count
         for context, options in arguments:
+            # lm-eval's adapter truncates prompts and does not say so. This is its rule: a prompt
+            # must leave room for the text.
             prompt = len(self.tok_encode(context))
             limit = (
                 self.max_length - normalize_gen_kwargs(options, self.max_gen_toks)["max_gen_toks"]
@@ -125,6 +134,8 @@ class LMEvalModel(HFLM):
         """
         generated: torch.Tensor = self.eval_model.module.generate(
             input_ids=input_ids,
+            # lm-eval's `max_length` counts the padded prompt; a model's own generation config may
+            # have another limit.
             max_new_tokens=max_length - input_ids.shape[1],
             synced_gpus=self.eval_model.lock_step,
             **options,
@@ -138,6 +149,14 @@ def merge_single_tokens(rows: Sequence[Row]) -> tuple[list[Row], list[tuple[int,
     Returns:
         The merged rows, and for each input row the indices (merged row, score in it).
     """
+    # Three answers " A", " B", " C" after one context c of 50 tokens:
+    #
+    #     rows      c A        c B        c C          150 tokens read
+    #     merged    c A, alternatives B, C             50 tokens read
+    #     places    (0, 0)     (0, 1)     (0, 2)
+    #
+    # One forward gives the logits after c, and with them the scores of all three. A longer answer
+    # is input itself and keeps its row.
     merged: dict[
         bytes | int, tuple[Row, list[int]]
     ] = {}  # a context's first row, and the tokens to score after it

@@ -83,6 +83,8 @@ def lm_eval_settings(*, sandbox: bool = False) -> Iterator[None]:
     os.environ["DISABLE_MULTIPROC"] = (
         "1"  # lm-eval's bootstrap would fork a process with open connections
     )
+    # Only this rank's device: by default fork_rng takes the states of all devices and warns about
+    # it.
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
@@ -91,6 +93,7 @@ def lm_eval_settings(*, sandbox: bool = False) -> Iterator[None]:
         stack.enter_context(suppress_output(stderr=True))
         if sandbox:
             stack.enter_context(task_files_as_data())
+        # lm-eval's `simple_evaluate` sets these seeds; `evaluate`, which is called here, sets none.
         random.seed(DEFAULT_RANDOM_SEED)
         np.random.seed(DEFAULT_OTHER_SEED)
         torch.manual_seed(DEFAULT_OTHER_SEED)
@@ -116,7 +119,14 @@ def task_files_as_data() -> Iterator[None]:
     A `!function` or a metric of another package raises a UserError. Templates run in jinja2's
     sandbox, because in lm-eval's own environment a template can reach any Python.
     """
+    # Three ways in which a user's task file could run code. A template needs no more for it than
+    # `{{ "".__class__.__mro__ }}`:
+    #
+    #     template     lm-eval's environment reaches Python    the sandbox raises
+    #     !function    lm-eval imports code.py                 `refuse` names the file
+    #     metric       lm-eval loads another package           `get_own_metric` names the metric
     environment = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+    # lm-eval's own filters, or its own templates would fail in the sandbox.
     environment.filters |= lm_eval.utils.env.filters
     load_yaml = _factory.load_yaml
     get_metric = lm_eval.api.task.get_metric
@@ -126,9 +136,12 @@ def task_files_as_data() -> Iterator[None]:
         def refuse(function: str, _: Path) -> NoReturn:
             raise UserError(f"{file}: it runs Python (!function {function}); {remedy}")
 
+        # lm-eval's own files are code that the user has installed. The path is resolved, because a
+        # link or `..` could lead out of the directory.
         if file.resolve().is_relative_to(LM_EVAL_TASKS.resolve()):
             return load_yaml(file, **options)
         with (
+            # Without libyaml lm-eval takes yaml's FullLoader, which makes Python objects of tags.
             _patched(_yaml_loader, "_Base", getattr(yaml, "CSafeLoader", yaml.SafeLoader)),
             _patched(_yaml_loader, "_import_func_in_yml", refuse),
         ):
@@ -168,6 +181,8 @@ class LMEvalTask(Task):
                 "with all splits and --include-path"
             )
         try:
+            # Everything that can go wrong with a task file is done here, before the model is read:
+            # load the data, render all documents, count tokens.
             with lm_eval_settings(sandbox=self.sandbox):
                 self.loaded = (
                     manager.load([name]) if file is None else _load_with_file(name, manager, file)
@@ -209,8 +224,9 @@ class LMEvalTask(Task):
             )
 
     def _set_fewshot(self, task: Any) -> None:
-        """Set the number of examples as lm-eval's `simple_evaluate` does: 0 in a task file takes
-        precedence.
+        """Set the number of examples as lm-eval's `simple_evaluate` does.
+
+        A 0 in the task file takes precedence.
         """
         in_task_file = task.get_config("num_fewshot")
         option = self.options.num_fewshot
@@ -220,8 +236,14 @@ class LMEvalTask(Task):
             task.set_config(key="num_fewshot", value=0)
 
     def compute_metrics(self, model: EvalModel) -> dict[str, Any]:
-        """Compute the metrics, under lm-eval's names. `lm_eval` has the results for its
-        `make_table`.
+        """Compute the metrics, under lm-eval's names.
+
+        `lm_eval` has the results for its `make_table`. Whose an error of its `evaluate` is:
+
+            while the model computes      the model's: raise it as it is
+            between, with one process     the task's: one line
+            between, a RuntimeError of    perhaps a collective whose peer is gone:
+            one of several ranks          raise it as it is
         """
         chat = self.options.apply_chat_template
         if chat and not model.tokenizer.chat_template:
@@ -232,6 +254,7 @@ class LMEvalTask(Task):
             task.set_fewshot_seed(
                 DEFAULT_OTHER_SEED
             )  # an earlier evaluation advanced its generator
+        # The sandbox holds here too: templates are rendered once more, and filters and metrics run.
         with lm_eval_settings(sandbox=self.sandbox), _refused_documents():
             lm = LMEvalModel(model, self.name)
             try:
@@ -239,6 +262,7 @@ class LMEvalTask(Task):
                     lm,
                     self.loaded,
                     limit=self.options.limit,
+                    # A training run logs no standard errors, and only rank 0's report is written.
                     bootstrap_iters=0 if model.quiet or model.topology.rank else BOOTSTRAP,
                     log_samples=self.options.log_samples,
                     apply_chat_template=chat,
@@ -257,6 +281,8 @@ class LMEvalTask(Task):
                     "task file or its data"
                 ) from error
         report = {key: results[key] for key in IN_REPORT if key in results}
+        # With a mean over its tasks, a group has an entry of its own in `groups`, which replaces
+        # the one of equal name.
         metrics = {
             name: {key: value for key, value in values.items() if key not in NOT_METRICS}
             for name, values in (report["results"] | report.get("groups", {})).items()
@@ -310,6 +336,8 @@ def _load_with_file(name: str, manager: TaskManager, file: Path) -> dict[str, An
         "dataset_name": None,
         "dataset_kwargs": {"data_files": {config[split]: str(file)}},
     }
+    # The file is one split. lm-eval would look for the other splits that the task file names, and
+    # for few-shot examples, in the same file.
     others = dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split"))
     task = {**others, split: config[split], "task": name, "num_fewshot": 0, **data}
     # In lm-eval, only a group can override keys of a task file.
@@ -325,6 +353,8 @@ def _refused_documents() -> Iterator[None]:
     logger = lm_eval.api.task.eval_logger
     level = logger.level
     logger.setLevel(logging.WARNING)
+    # lm-eval warns and scores such a document as wrong, so the accuracy would be too low without a
+    # word in the report. A filter may raise; a handler's errors are swallowed by logging.
     logger.addFilter(_refuse_document)
     try:
         yield
@@ -348,8 +378,9 @@ def _generated_tokens(task: Any) -> int:
 
 
 def _fields_of(entry: Entry | None, *, allow_code: bool) -> list[str]:
-    """Return the document fields that a task file's templates, and with `allow_code` its
-    functions, read; sorted.
+    """Return the document fields that a task file reads, sorted.
+
+    Its templates are read, and with `allow_code` its functions too.
     """
     if entry is None:
         return list(CHOICE_FIELDS)
@@ -360,6 +391,8 @@ def _fields_of(entry: Entry | None, *, allow_code: bool) -> list[str]:
         else ("doc_to_text", "doc_to_target", "doc_to_choice")
     )
     fields = set[str]()
+    # "{{question}} {{a}}" gives question and a; the bare name `question` is a field too; a function
+    # reads the names in doc["…"].
     for value in (config.get(part) for part in parts):
         if callable(value):  # fields as in `doc["question"]`
             fields |= set(re.findall(r"""\w\[["'](\w+)["']\]""", inspect.getsource(value)))
@@ -388,14 +421,17 @@ def _check_question(task: Any, document: Any) -> None:
 
 
 def _likelihood_requests(task: Any, limit: int | None) -> Iterator[tuple[str, str]]:
-    """Yield (context, continuation) of each request for a continuation's likelihood, without
-    few-shot examples.
+    """Yield (context, continuation) of each request for a likelihood.
+
+    Contexts have no few-shot examples.
 
     All requests are built, so that a wrong document is reported before the model is loaded.
     """
     for number, document in enumerate(islice(task.eval_docs, limit), 1):
         try:
             _check_question(task, document)
+            # Without examples: a context that is too long loses its beginning, so only
+            # continuations must fit.
             context = task.fewshot_context(document, num_fewshot=0)
             requests = task.construct_requests(
                 document, context, metadata=(task.task_name, number, 1)

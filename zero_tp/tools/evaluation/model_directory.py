@@ -53,6 +53,7 @@ def usable_positions(config: PretrainedConfig) -> int | None:
     positions: int | None = getattr(config, "max_position_embeddings", None)
     if positions is None or config.model_type not in FIRST_POSITION_AFTER_PADDING:
         return positions
+    # RoBERTa's 514 positions and padding id 1: its first token has position 2, so 512 fit.
     return positions - (config.pad_token_id or 0) - 1
 
 
@@ -174,8 +175,9 @@ class ModelDirectory:
         batch_size: int = 8,
         sequence_length: int | None = None,
     ) -> EvalModel:
-        """Load the model: with TP and from checkpoints as zero_tp's class, else as transformers'
-        own.
+        """Load the model.
+
+        With TP and from checkpoints it is zero_tp's class, else transformers' own.
         """
         import torch
 
@@ -211,8 +213,9 @@ class ModelDirectory:
     def load_module(
         self, dtype: torch.dtype | Literal["auto"], device: str, topology: Topology
     ) -> Any:
-        """Load the module alone. "auto": the dtype of a Hugging Face directory's weights, fp32 for
-        a checkpoint.
+        """Load the module alone.
+
+        "auto" means the dtype of a Hugging Face directory's weights, and fp32 for a checkpoint.
 
         Each rank reads only its own slices.
         """
@@ -244,6 +247,8 @@ class ModelDirectory:
 
         model = open_model(self.path, self.config, dtype, allow_pickle=self.allow_pickle)
         try:
+            # Two steps with errors of their own: a device may have too little memory, and a config
+            # may not fit its class.
             model.to(device)
         except (RuntimeError, AssertionError) as error:  # too little memory
             raise UserError(f"--device {device}: {first_line(error)}") from error
@@ -259,12 +264,18 @@ class ModelDirectory:
         return model
 
     def _check_causal(self, model: Any, positions: int) -> None:
-        """Check that a token does not change the logits before it, as in an XLM whose config
-        lacks `causal`.
+        """Check that a token does not change the logits before it.
+
+        It does in an XLM whose config lacks `causal`.
         """
         import torch
 
         vocabulary = self.config.get_text_config().vocab_size
+        # Two rows of two tokens that differ in the second one only. A causal model's logits at the
+        # first are the same:
+        #
+        #     row 0    x x    logits after the first x
+        #     row 1    x y    logits after the first x: equal, unless the model sees y
         rows = torch.full((2, 2), vocabulary - 1, device=model.device)
         rows[1, 1] = max(vocabulary - 2, 0)
         with torch.no_grad():
@@ -291,6 +302,7 @@ def check_tokenizer(
             f"{path}: its tokenizer has neither a bos nor an eos token to put before a text"
         )
     vocabulary = config.get_text_config().vocab_size
+    # Ids may have holes, so the number of tokens alone does not tell the largest id.
     largest = max(len(tokenizer) - 1, *tokenizer.get_vocab().values())
     if largest >= vocabulary:
         raise UserError(

@@ -1,5 +1,6 @@
-"""Perplexity of a text under a causal language model, by sliding windows; WikiText-103's as in
-arXiv 1909.08053.
+"""Perplexity of a text under a causal language model, by sliding windows.
+
+WikiText-103's is that of arXiv 1909.08053.
 
 Each document is scored separately, after the tokenizer's bos token (eos if it has none). So every
 token is a target, as in training, where an eos precedes each document.
@@ -45,6 +46,14 @@ def sliding_windows(tokens: Tokens, sequence_length: int, overlap: int) -> Itera
     """
     assert 1 <= overlap <= sequence_length
     targets = len(tokens) - 1
+    # Windows of s = 4 that advance by o = 2, over tokens 0 to 7:
+    #
+    #     inputs     0 1 2 3                scores 1 2 3 4
+    #     inputs         2 3 4 5            scores     5 6     after 3 and 4 tokens of context
+    #     inputs             4 5 6          scores       7     the last one is shorter
+    #
+    # Each of 1 to 7 is scored once; all but the first window's have s - o tokens before them or
+    # more.
     start, scored = 0, 0  # the window reads tokens [start, start + s); `scored` targets are done
     while scored < targets:
         end = min(start + sequence_length, targets)
@@ -87,6 +96,7 @@ def perplexity(
         counts["words"] += len(text.split())
         counts["characters"] += len(text)
         counts["bytes"] += len(text.encode("utf-8"))
+        # The prefix is context only, so the first token of a text is a target.
         tokens = np.concatenate(([prefix_token(model.tokenizer)], ids))
         rows += sliding_windows(tokens, model.positions, overlap or model.positions)
     if not rows:
@@ -135,15 +145,17 @@ class PerplexityTask(Task):
 
 
 def original_tokens(text: str) -> int:
-    """Return T_o, the tokens between single spaces; the file has spaces around line breaks, so
-    those are tokens too.
+    """Return T_o, the number of tokens between single spaces.
+
+    The file has spaces around line breaks, so those are tokens too.
     """
     return len(text.strip().split(" "))
 
 
 def detokenize(text: str) -> str:
-    """Return the text before WikiText's tokenization, by lm-eval's function, which follows
-    Megatron-LM's steps.
+    """Return the text before WikiText's tokenization.
+
+    lm-eval's function is used, which follows Megatron-LM's steps.
     """
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
@@ -169,6 +181,8 @@ def wikitext_split(path: Path | None, text_key: str) -> tuple[str, Origin]:
     )
     # The hub's lines are the file's, except that blank lines lack their space.
     text = "".join(record["text"] or " \n" for record in records)
+    # T_o divides the sum of all losses: another split, or lines joined differently, would give a
+    # figure that looks like the paper's and is not.
     if original_tokens(text) != WIKITEXT_TEST_TOKENS:
         raise UserError(
             f"wikitext103: the hub's test split has {original_tokens(text):,} tokens, not the "

@@ -48,6 +48,8 @@ def encode_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[i
     between them belong to the continuation. The context gets the tokenizer's special tokens; an
     empty one becomes the prefix token.
     """
+    # ("The sky is ", "blue") becomes ("The sky is", " blue"): a BPE puts a space before its word,
+    # so "is " and "blue" apart would be tokens that no text has.
     stripped = context.rstrip()
     continuation = context[len(stripped) :] + continuation
     if not stripped:
@@ -55,6 +57,7 @@ def encode_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[i
             continuation, add_special_tokens=False, verbose=False
         )
     both = tokenizer.encode(stripped + continuation, verbose=False)
+    # The context alone has k tokens; what follows the first k of both together is the continuation.
     before = tokenizer.encode(stripped, verbose=False)
     return before, both[len(before) :]
 
@@ -68,6 +71,7 @@ def check_continuations(
     Only continuations that may be empty or too long are tokenized: a character has at most 4 bytes,
     a token at least 1.
     """
+    # At most `positions` bytes are at most `positions` tokens, so most pairs need no tokenizer.
     doubtful = (
         (context, continuation)
         for context, continuation in pairs
@@ -83,8 +87,9 @@ def check_continuations(
 def continuation_rows(
     pairs: Iterable[tuple[Sequence[int], Sequence[int]]], positions: int
 ) -> tuple[list[Row], int]:
-    """Make rows that score each continuation after its context, truncated on the left to
-    `positions` input tokens.
+    """Make rows that score each continuation after its context.
+
+    Rows are truncated on the left to `positions` input tokens.
 
     Returns:
         The rows, and how many were truncated.
@@ -103,5 +108,6 @@ def continuation_rows(
             )
         tokens = np.array([*context, *continuation], dtype=np.int64)
         truncated += len(tokens) > positions + 1
+        # One more than the positions: the last token is a target only.
         rows.append(Row(tokens[-(positions + 1) :], len(continuation)))
     return rows, truncated

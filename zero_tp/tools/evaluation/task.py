@@ -73,12 +73,15 @@ class Task(ABC):
 
 
 def as_json(value: Any) -> Any:
-    """Return JSON values: None for a number that isn't finite, `str` of objects that JSON has no
-    type for.
+    """Return a value as JSON values.
+
+    A number that is not finite becomes None, an object that JSON has no type for its `str`.
     """
     return to_jsonable_python(
         value,
         inf_nan_mode="null",
+        # A NumPy scalar becomes a number. Other objects in lm-eval's results, such as classes, are
+        # only named.
         fallback=lambda other: other.item() if isinstance(other, np.generic) else str(other),
     )
 
@@ -87,6 +90,8 @@ def hash_records(records: Iterable[Any]) -> str:
     """Return the hexadecimal SHA-256 of records, each as a line of JSON with sorted keys."""
     digest = hashlib.sha256()
     for record in records:
+        # Sorted keys: the hash is of the content, and not of the order in which a file or a library
+        # has the fields.
         digest.update(json.dumps(record, sort_keys=True, default=str).encode() + b"\n")
     return digest.hexdigest()
 

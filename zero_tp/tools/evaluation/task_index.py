@@ -14,8 +14,9 @@ from zero_tp.base.weight_files import is_regular
 
 
 def open_task_directory(path: Path) -> TaskManager:
-    """Index the task files of `--include-path`, without lm-eval's own. A file that lm-eval would
-    skip is refused.
+    """Index the task files of `--include-path`, without lm-eval's own.
+
+    A file that lm-eval would skip is refused.
     """
     if not path.is_dir():
         raise UserError(f"--include-path {path}: no such directory")
@@ -25,6 +26,7 @@ def open_task_directory(path: Path) -> TaskManager:
         try:
             config = _yaml_loader.load_yaml(file, resolve_func=False)
             if config.keys() & {"task", "group", "class"}:  # other files are only included
+                # lm-eval only logs a second file of a name, and skips it.
                 _check_names(config, index)
                 TaskIndex.process_cfg(config, file, index)
             if not all(isinstance(name, str) for name in index):
@@ -38,8 +40,9 @@ def open_task_directory(path: Path) -> TaskManager:
 
 
 def _check_names(config: Mapping[str, Any], index: Mapping[str, Entry]) -> None:
-    """Check that a task, group and tag of the directory have different names: lm-eval evaluates
-    one of them.
+    """Check that a task, group and tag of the directory have different names.
+
+    Of equal ones lm-eval would evaluate only one.
     """
     kind = "group" if "group" in config and "class" not in config else "task"
     if isinstance(name := config.get(kind), str) and name in index:
@@ -58,8 +61,10 @@ def _kind(entry: Entry) -> str:
 
 
 def find_task_manager(names: Sequence[str], directory: TaskManager | None) -> TaskManager:
-    """Return the directory's index if it has all `names` as tasks, else one with lm-eval's tasks
-    too (takes seconds).
+    """Return an index that has all `names`.
+
+    It is the directory's if that has all of them as tasks, else one with lm-eval's tasks too, which
+    takes seconds.
 
     Groups and tags always get the larger index, because they may name lm-eval's tasks.
     """
@@ -68,6 +73,7 @@ def find_task_manager(names: Sequence[str], directory: TaskManager | None) -> Ta
     defaults = TaskManager(include_defaults=True)
     if directory is None:
         return defaults
+    # The right side wins: a user's task replaces lm-eval's of the same name.
     merged = dict(defaults.task_index) | directory.task_index
     if any(name in merged and merged[name].kind in (Kind.TAG, Kind.GROUP) for name in names):
         _check_tags(directory, defaults.task_index)
@@ -80,6 +86,7 @@ class _IndexedManager(TaskManager):
     """
 
     def __init__(self, index: dict[str, Entry], include_path: Any) -> None:
+        # The attributes below are lm-eval's own; its constructor would fill them from files.
         super().__init__(include_defaults=False)
         self.include_path = include_path
         self._index = index
@@ -94,14 +101,17 @@ def _names_of(index: Mapping[str, Entry], *kinds: Kind) -> list[str]:
 
 
 def _check_tags(directory: TaskManager, defaults: Mapping[str, Entry]) -> None:
-    """Check that the directory's tags hide none of lm-eval's: lm-eval would replace all tasks of a
-    tag.
+    """Check that the directory's tags hide none of lm-eval's.
+
+    lm-eval would replace all tasks of a tag.
 
     A tag that has every task of lm-eval's tag hides nothing.
     """
     for tag in directory.all_tags:
         own = directory.task_index[tag]
         other = defaults.get(tag)
+        # lm-eval's tag ai2_arc has arc_easy and arc_challenge. A directory's tag of that name with
+        # arc_easy alone would silently make --tasks ai2_arc evaluate half.
         if other is None or (other.kind is Kind.TAG and other.tags <= own.tags):
             continue
         raise UserError(

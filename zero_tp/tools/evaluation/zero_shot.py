@@ -112,6 +112,8 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
         from zero_tp.tools.evaluation.task_index import open_task_directory
 
         directory = open_task_directory(options.include_path)
+    # In the order of OWN_TASKS and not of the user: those that import lm-eval come last, so
+    # mistakes in the others are reported sooner.
     own = [
         name
         for name in OWN_TASKS
@@ -187,6 +189,7 @@ def evaluate(
         environment.export()
         topology, own_device = connect(environment, device, settings.tensor_parallel)
         device = str(own_device)
+    # Weights are read last, after everything that can be refused without them.
     loaded = directory.load(
         settings.dtype, device, topology, batch_size=settings.batch_size, sequence_length=length
     )
@@ -212,8 +215,9 @@ def evaluate(
 
 
 def check_same_weights(model: nn.Module, topology: Topology, path: Path) -> None:
-    """Check that all ranks have loaded the same model: directories may differ between machines.
-    Collective.
+    """Check that all ranks have loaded the same model. Collective.
+
+    Directories may differ between machines.
 
     It compares the first elements of each parameter over DP, and replicated parameters over TP.
 
@@ -227,6 +231,12 @@ def check_same_weights(model: nn.Module, topology: Topology, path: Path) -> None
     for parameter in model.parameters():
         digest.update(tensor_bytes(parameter.flatten()[:COMPARED]))
     problem = f"--model {path}: its weights differ between machines; put it on shared storage"
+    # TP 2 × DP 2 with equal weights on all machines:
+    #
+    #     rank            0        1        2        3
+    #     (TP rank, hash) (0, x)   (1, y)   (0, x)   (1, y)      2 different pairs
+    #
+    # A machine with other weights adds a third.
     if len(set(all_gather_object((topology.tensor_rank, digest.digest())))) > topology.tensor:
         raise UserError(problem)
     try:
@@ -249,8 +259,9 @@ def _choose_device(requested: str | None, world: int) -> str:
 
 
 def _timed(task: Task, model: EvalModel) -> dict[str, Any]:
-    """Run the task; return its metrics with `seconds`, and tokens scored and computed per
-    second.
+    """Run the task and return its metrics with its speed.
+
+    The added keys are `seconds`, and the tokens scored and computed per second.
     """
     started = time.perf_counter()
     result = task.run(model)

@@ -1,5 +1,6 @@
-"""Send logged values to accelerate's trackers under the run's name, with its config; a resumed run
-continues there.
+"""Send logged values to accelerate's trackers, under the run's name and with its config.
+
+A resumed run continues there.
 
 One adapter serves DeepSpeed's monitor blocks and `zero_tp.logging.trackers`. DeepSpeed's engine
 does not get the blocks: its own monitor writes only the learning rate, names no run and starts a
@@ -67,8 +68,9 @@ class RunInfo:
         return config
 
     def parameters(self) -> dict[str, Any]:
-        """Return `public_config` with dotted keys; values that are no strings or numbers are
-        written as JSON.
+        """Return `public_config` with dotted keys.
+
+        Values that are not strings or numbers are written as JSON.
         """
         parameters = leaves(self.public_config())
         return {
@@ -81,6 +83,8 @@ class RunInfo:
         return self._run_ids().get(name)
 
     def save_run_id(self, name: str, run_id: object) -> None:
+        # Each tracker's thread reads the file, adds its id and writes it again. Without the lock
+        # one of two ids would be lost.
         with _RUN_IDS_LOCK:
             run_ids = self._run_ids() | {name: str(run_id)}
             write_atomically(self.directory / RUN_IDS, json.dumps(run_ids, indent=2) + "\n")
@@ -133,6 +137,7 @@ class Tracker:
         arguments = {
             key: value for key, value in arguments.items() if value is not None or key == "run_name"
         }
+        # accelerate's class without an Accelerator, which would need accelerate's state too.
         tracker = tracking.LOGGER_TYPE_TO_CLASS[service.package](**arguments)
         tracker.main_process_only = False  # only rank 0 opens it
         tracker.start()
@@ -140,6 +145,7 @@ class Tracker:
             service.setup(tracker, run, options)
         elif run_id is None:
             tracker.store_init_configuration(run.parameters())
+        # After the start, because only then the service has given an id.
         if service.run_id is not None:
             run.save_run_id(name, service.run_id(tracker.tracker))
         self._tracker = tracker
@@ -175,6 +181,7 @@ def _log_config_as_text(tracker: Any, run: RunInfo, block: Options) -> None:
 def _wandb(run: RunInfo, block: Options, run_id: str | None) -> dict[str, Any]:
     return {
         **{
+            # accelerate calls a project `run_name`; the default is that of DeepSpeed's block.
             "run_name": block.get("project", "deepspeed"),
             "group": block.get("group"),
             "entity": block.get("team"),
@@ -185,6 +192,8 @@ def _wandb(run: RunInfo, block: Options, run_id: str | None) -> dict[str, Any]:
 
 
 def _define_step_axis(tracker: Any, run: RunInfo, block: Options) -> None:
+    # W&B's own step must rise, and a resumed run trains some steps again: so the axis is a logged
+    # value.
     tracker.tracker.define_metric("step")
     tracker.tracker.define_metric("*", step_metric="step")
 
@@ -288,6 +297,8 @@ class CsvFiles:
             block.get("output_path") or run.directory / "csv", block.get("job_name") or run.name
         )
         self.directory.mkdir(parents=True, exist_ok=True)
+        # A directory in the config may be shared by runs of the same job_name, and rewriting would
+        # cut the other run's files.
         owner = self.directory / "run_id"
         run_id = run.saved_id("csv_monitor") or uuid.uuid4().hex
         if owner.exists() and owner.read_text() != run_id:
@@ -297,6 +308,12 @@ class CsvFiles:
         write_atomically(owner, run_id)
         run.save_run_id("csv_monitor", run_id)
         for path in filter(Path.is_file, self.directory.glob("*.csv")):
+            # A run that resumes from step 2; the last line was being written when it was killed:
+            #
+            #     step,loss      step,loss
+            #     1,4.1          1,4.1
+            #     2,3.9          2,3.9
+            #     3,3.            (removed, as a whole line of step 3 would be)
             lines = path.read_text(errors="replace").splitlines(keepends=True)
             header, *rows = [
                 line.rstrip("\n").split(",") for line in lines if line.endswith("\n")
@@ -317,6 +334,8 @@ class CsvFiles:
     def log(self, values: Values, step: int) -> None:
         for name, value in values.items():
             path = self.directory / _file_name(name)
+            # Only the last part of a name is in the header, as DeepSpeed's monitor writes it; the
+            # file's name has all parts.
             header = (
                 "" if path.exists() and path.stat().st_size else f"step,{name.rsplit('/', 1)[-1]}\n"
             )
@@ -334,8 +353,9 @@ OpenTracker = Callable[[RunInfo], Tracker | CsvFiles]
 
 
 def trackers_of(config: RunConfig) -> dict[str, tuple[str | None, OpenTracker]]:
-    """Return the trackers of a run by their keys in the config: the package that each needs, and
-    how it is opened.
+    """Return the trackers of a run by their keys in the config.
+
+    Each has the package that it needs, and a function that opens it.
     """
     raw = config.resolved()
     trackers: dict[str, tuple[str | None, OpenTracker]] = {
@@ -366,8 +386,9 @@ def check_installed(config: RunConfig) -> None:
 
 
 class TrackerThread(threading.Thread):
-    """Open a tracker and log to it in the background: a service that does not answer must not block
-    a step.
+    """Open a tracker and log to it in the background.
+
+    A service that does not answer must not block a step.
 
     Args:
         key: in the config.
@@ -395,6 +416,7 @@ class TrackerThread(threading.Thread):
         """Queue values for the tracker, or drop them and report the first time if MAX_QUEUED
         lines wait.
         """
+        # The caller is a step: it must neither wait nor fail.
         if self.queue.qsize() < MAX_QUEUED:
             self.queue.put((values, step))
         elif not self._has_dropped:
@@ -406,6 +428,8 @@ class TrackerThread(threading.Thread):
 
     def run(self) -> None:
         with self._tolerate():
+            # Opening connects to the service. If it fails, the outer block ends the thread, and
+            # later lines are not queued (`Trackers.on_log`). A line that fails loses only itself.
             tracker = self._open()
             while (line := self.queue.get()) is not None:
                 with self._tolerate():
@@ -414,8 +438,9 @@ class TrackerThread(threading.Thread):
 
     @contextlib.contextmanager
     def _tolerate(self) -> Iterator[None]:
-        """Report the first error and continue. Each library has its own error classes, and some
-        call `sys.exit`.
+        """Report the first error and continue.
+
+        Each library has its own error classes, and some call `sys.exit`.
         """
         try:
             yield
@@ -428,8 +453,9 @@ class TrackerThread(threading.Thread):
 
 
 class Trackers(Callback):
-    """Send each line of metrics.jsonl to the trackers that the config names, on rank 0. Nulls
-    are left out.
+    """Send each line of metrics.jsonl to the trackers that the config names, on rank 0.
+
+    Nulls are left out.
     """
 
     def on_start(self, state: TrainState) -> None:
@@ -448,12 +474,14 @@ class Trackers(Callback):
             thread.log(numbers, int(values["step"] or 0))
 
     def on_end(self, state: TrainState) -> None:
-        """Close all trackers together within 10 s. A failed run waits 1 s: its error is printed
-        afterwards.
+        """Close all trackers together within 10 s.
+
+        A failed run waits 1 s, because its error is printed afterwards.
         """
         seconds = CLOSE_SECONDS if state.error is None else CLOSE_SECONDS_AFTER_ERROR
         deadline = time.monotonic() + seconds
         for thread in self._threads:
+            # Every thread gets its end before any is waited for, so all close at the same time.
             thread.queue.put(None)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

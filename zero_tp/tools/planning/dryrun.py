@@ -60,6 +60,8 @@ def dry_run(
     Args:
         all_layers: run all layers instead of representative ones.
     """
+    # Without a real device there is none that the simulated one could displace, and a new process
+    # would import torch and transformers once more.
     if not workload.cpu and has_real_device():
         return run_isolated(_dry_run_here, config, workload, all_layers)
     return _dry_run_here(config, workload, all_layers)
@@ -82,16 +84,21 @@ def _dry_run_here(
 def fake_micro_batch(
     config: PretrainedConfig, workload: Workload, *, all_layers: bool
 ) -> Iterator[tuple[ParallelModel, AnyBatch, list[int]]]:
-    """Yield one rank's model and micro-batch of fake tensors, and for each layer the number of its
-    representative.
+    """Yield one rank's model and micro-batch of fake tensors, and the representatives.
+
+    These are, for each layer, the number of the executed layer that takes the same bytes.
 
     Args:
         all_layers: each layer represents itself.
     """
     with ExitStack() as stack:
+        # The order counts: the device must be registered before fake tensors of it are made, and
+        # everything below, model and batch, must be made inside FakeTensorMode.
         device = torch.device("cpu")
         if not workload.cpu:
             device = stack.enter_context(simulated_accelerator(varlen=workload.varlen))
+        # A run forecasts its memory before its first step, so the dry run must leave the CPU's
+        # random state as it was. The list of devices is empty: the simulated one has no generator.
         stack.enter_context(torch.random.fork_rng([]))
         # Run backward in this thread: autograd starts no thread for a device registered after the
         # first backward.
@@ -108,6 +115,8 @@ def fake_micro_batch(
             LayerKind(window, mlp, number in recomputed)
             for number, (window, mlp) in windows_and_mlps
         ]
+        # A checkpoint on its way to the host is freed up to MAX_COPIES_OUT layers later, so a
+        # layer's bytes depend on that many recomputing neighbours.
         reach = MAX_COPIES_OUT if workload.offloads_checkpoints else 1
         executed = kinds if all_layers else representative_layers(kinds, reach)
         numbers = {
@@ -131,9 +140,11 @@ def fake_micro_batch(
             source=UninitializedSource(),
             dtype=getattr(torch, DTYPES[workload.dtype]),
             device=device,
+            # A generator of the simulated device cannot be made.
             random_device="cpu",
             spec=replace(spec, layers=len(executed), windows=windows, mlps=mlps, rotary=rotary),
         )
+        # Dropout's masks are activations: in evaluation mode there are none.
         model.train()
         set_training_elementwise(model, ElementwiseOps(representative_chunks))
         recomputing = tuple(number for number, kind in enumerate(executed) if kind.recomputes)
@@ -146,6 +157,7 @@ def fake_batch(workload: Workload, spec: TransformerSpec, device: torch.device) 
     """Return a fake micro-batch of the workload."""
     tokens = torch.zeros(workload.batch, workload.length, dtype=torch.long, device=device)
     if spec.causal:
+        # Document numbers are on the host, as in a real batch: packing them reads their values.
         documents = torch.zeros(workload.batch, workload.length, dtype=torch.long)
         return Batch(tokens, tokens, *([tokens, documents] if workload.documents else []))
     names = ("input_ids", "token_type_ids", "attention_mask", "labels")
@@ -183,6 +195,8 @@ class UninitializedSource:
 def fake_tp_topology(tensor: int, sequence: bool) -> Topology:
     """Return the topology of rank 0 in a fake TP group. It needs no process group."""
     topology = Topology(tensor, sequence, world=tensor)
+    # A group looks its backend up by the type of a tensor's device. "privateuseone" is the
+    # simulated one, which `rename_privateuse1_backend` renames.
     if tensor > 1:
         backend = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, tensor)
         group = dist.ProcessGroup(FakeStore(), 0, tensor)
@@ -198,8 +212,9 @@ def fake_tp_topology(tensor: int, sequence: bool) -> Topology:
 
 
 class LayerKind(NamedTuple):
-    """The properties of a layer that change its bytes: its attention window, its MLP, and
-    whether it recomputes.
+    """The properties of a layer that change its bytes.
+
+    They are its attention window, its MLP, and whether it recomputes.
     """
 
     window: int | None
@@ -218,6 +233,13 @@ def layer_contexts(kinds: Sequence[LayerKind], reach: int = 1) -> list[tuple[Any
             it. With `cpu_checkpointing` its checkpoint is copied to the host while the next layers
             run, and is fetched one layer ahead in backward.
     """
+    # Drawn for six layers of one kind: first, middle and last differ by their neighbours.
+    #
+    #     layer      0        1        2        3        4        5
+    #     context    - A A    A A A    A A A    A A A    A A A    A A -
+    #     executed   0        1        1        1        1        2
+    #
+    # Three layers run, and layer 1's bytes are repeated for layers 1 to 4.
     neighbours: list[LayerKind | None] = [None, *kinds, None]
     windows = [kind.window for kind in kinds]
     recomputes = [kind.recomputes for kind in kinds]
@@ -237,6 +259,8 @@ def representative_layers(kinds: Sequence[LayerKind], reach: int = 1) -> list[La
 
     Of equal layers three remain, of recomputing ones 1 + 2 · `reach`.
     """
+    # Remove the longest run of layers whose removal loses no context, and start again with the
+    # rest. The order stays, because a context has the neighbours in it.
     contexts = set(layer_contexts(kinds, reach))
     for length in range(len(kinds) - 1, 0, -1):
         for start in range(len(kinds) - length + 1):

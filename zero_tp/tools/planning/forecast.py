@@ -15,8 +15,7 @@ from zero_tp.tools.planning.plan_report import PHASES
 
 
 class MemoryForecast(Callback):
-    """Print the planned peak memory of rank 0 before the first step, and the measured peak at the
-    end.
+    """Print rank 0's planned peak memory before the first step, and the measured one at the end.
 
     On the CPU the measured peak includes libraries.
     """
@@ -41,6 +40,7 @@ class MemoryForecast(Callback):
         point = rank_memory(
             config, cpu=cpu, varlen=cpu or runs_varlen(_current_device(device_type))
         ).peak
+        # A CPU rank's offloaded states are in the same memory as its others.
         self._planned = point.total + (point.host if cpu else 0.0)
         self._resident_before = resident_gib() if cpu else 0.0
         host = f", and {in_gib(point.host)} GiB of host memory" if point.host and not cpu else ""
@@ -50,6 +50,7 @@ class MemoryForecast(Callback):
         )
 
     def on_end(self, state: TrainState) -> None:
+        # A run that failed may not have reached its peak.
         if self._planned is None or state.error is not None:
             return
         device_type = state.engine.device.type

@@ -34,8 +34,9 @@ from zero_tp.tools.planning.plan_settings import Workload
 
 @dataclass(frozen=True)
 class Layer:
-    """One rank's part of a layer. The defaults are the papers': 16 bits, mlp_size = 4h, kv_heads =
-    a, dropout.
+    """One rank's part of a layer.
+
+    The defaults are the papers': 16 bits, mlp_size = 4h, kv_heads = a, dropout.
 
     Attributes:
         s, b, h, a: sequence, batch of one micro-batch, hidden, attention heads.
@@ -120,15 +121,19 @@ class Layer:
 
 
 def eager_core(layer: Layer) -> float:
-    """Return 5as²b/t: softmax output 2, dropout mask 1, dropout output 2 (equation 1); without
-    dropout e·as²b/t.
+    """Return the bytes that eager attention keeps besides Q, K and V.
+
+    This is 5as²b/t (equation 1): softmax output 2, dropout mask 1, dropout output 2. Without
+    dropout it is e·as²b/t.
     """
     e = layer.itemsize
     return (2 * e + 1 if layer.attention_dropout else e) * layer.scores
 
 
 def sdpa_fused_core(layer: Layer) -> float:
-    """Return 4asb/t: the logarithm of each softmax's sum in fp32, as torch's flash attention keeps
+    """Return the bytes that fused attention keeps besides Q, K and V.
+
+    This is 4asb/t: the logarithm of each softmax's sum in fp32, as torch's flash attention keeps
     it.
 
     Its output is the input of the output projection, one storage, and counted there.
@@ -142,14 +147,20 @@ Core = Callable[[Layer], float]
 
 
 def saved(layer: Layer, core: Core = eager_core) -> float:
-    """Return the bytes without recomputation: sbh(10 + 24/t + 5as/(ht)), under SP sbh/t·(34 +
-    5as/h).
+    """Return the bytes that a layer keeps without recomputation.
+
+    This is sbh(10 + 24/t + 5as/(ht)), under SP sbh/t·(34 + 5as/h).
 
     Equations 1 (t = 1), 2 and 4; table 2, rows "no parallelism", "tensor parallel" and "tensor +
     sequence parallel", all with the eager core. A gated MLP keeps gate and up projection, the
     activation, and its product with the latter.
     """
     e = layer.itemsize
+    # By the lines of the module's table, without the core; in 16 bit with a = k and an MLP of 4h:
+    #
+    #     stream      (4 · 2 + 2) sbh   = 10 sbh     over t only under SP
+    #     attention   2 · (2 + 2) sbh/t = 8 sbh/t    Q, K, V and the projection's input
+    #     MLP         2 · 2 · 4 sbh/t   = 16 sbh/t
     stream = 4 * e + (2 if layer.residual_dropout else 0)
     attention = e * (2 * layer.queries + 2 * layer.keys)
     return (
@@ -163,8 +174,9 @@ def saved(layer: Layer, core: Core = eager_core) -> float:
 def saved_selective(
     layer: Layer, core: Core = eager_core, modules: Collection[str] = ("attention_core",)
 ) -> float:
-    """Return the bytes under `selective`: sbh(10 + 24/t), with SP 34sbh/t; table 2, "selective"
-    rows (section 5).
+    """Return the bytes that a layer keeps under `selective` (section 5).
+
+    This is sbh(10 + 24/t), with SP 34sbh/t: table 2, "selective" rows.
 
     Args:
         modules: `zero_tp.recompute.modules`. Recomputing `attention_core` keeps of it only its
@@ -181,17 +193,21 @@ def saved_selective(
 
 
 def saved_full(layer: Layer, *, partitioned: bool = False) -> float:
-    """Return the bytes under `full` recomputation, the layer's input: 2sbh, under SP 2sbh/t; table
-    2, row "full".
+    """Return the bytes of a layer's input, which `full` recomputation keeps.
+
+    This is 2sbh, under SP 2sbh/t: table 2, row "full".
 
     Args:
         partitioned: P_a (arXiv 1910.02054, section 6.1): each TP rank keeps a t-th of it, 2sbh/t.
     """
+    # Under SP the residual stream is split over TP already, so P_a has nothing to add.
     return layer.itemsize * (layer.sbh / layer.t if partitioned else layer.residual)
 
 
 def saved_outside_layers(layer: Layer, v: float, *, dropout: bool = True) -> float:
-    """Return sbh/t · (1 + 4·(1 + v/h)): dropout of the input, and the output (2205.05198, section
+    """Return the bytes that are kept outside the layers.
+
+    This is sbh/t · (1 + 4·(1 + v/h)): dropout of the input, and the output (2205.05198, section
     4.3, with p = 1).
 
     These are the mask of the embedding's dropout, sbh; the input of the final norm and of the
@@ -210,8 +226,9 @@ def saved_outside_layers(layer: Layer, v: float, *, dropout: bool = True) -> flo
 
 
 def model_states(parameters: float, stage: int, data: int, itemsize: int = 2) -> dict[str, float]:
-    """Return the bytes of one device's parameters, gradients and optimizer states (figure 1,
-    sections 5.1 to 5.3).
+    """Return the bytes of one device's parameters, gradients and optimizer states.
+
+    Source: figure 1 and sections 5.1 to 5.3.
 
     Their sum in mixed precision at stage 0: 16Ψ; 1 (P_os): 4Ψ + 12Ψ/N_d; 2 (P_os+g): 2Ψ + 14Ψ/N_d;
     3 (P_os+g+p): 16Ψ/N_d. The optimizer has K = 12: fp32 master, momentum and variance of Adam
@@ -225,6 +242,13 @@ def model_states(parameters: float, stage: int, data: int, itemsize: int = 2) ->
         "gradients": itemsize,
         "optimizer": 12 - (4 if itemsize == 4 else 0),
     }
+    # The sum per parameter with N_d = 4, in bytes:
+    #
+    #     stage   parameters   gradients   optimizer   sum
+    #     0       2            2           12          16
+    #     1       2            2           3           7
+    #     2       2            0.5         3           5.5
+    #     3       0.5          0.5         3           4
     partitioned_from = {"parameters": 3, "gradients": 2, "optimizer": 1}
     return {
         name: size * parameters / (data if stage >= partitioned_from[name] else 1)
@@ -236,8 +260,9 @@ def model_states(parameters: float, stage: int, data: int, itemsize: int = 2) ->
 
 
 def zero_volume(parameters: float, stage: int, data: int, micro_batches: int = 1) -> float:
-    """Return the elements that a rank sends over DP in a step: 2Ψ(N_d-1)/N_d, at stage 3
-    3Ψ(N_d-1)/N_d (1910.02054, 7).
+    """Return the elements that a rank sends over DP in a step.
+
+    This is 2Ψ(N_d-1)/N_d, at stage 3 3Ψ(N_d-1)/N_d (1910.02054, section 7).
 
     Stages 0 to 2: reduce-scatter and all-gather (an all-reduce is both); stage 3: an all-gather in
     forward, one in backward, and the reduce-scatter. Stage 2 reduces in each micro-batch; stage 3
@@ -249,14 +274,17 @@ def zero_volume(parameters: float, stage: int, data: int, micro_batches: int = 1
 
 
 def tensor_volume(layer: Layer, mode: str = "none") -> float:
-    """Return the elements that a rank sends over TP for a layer and micro-batch: 4 all-reduces of
-    sbh.
+    """Return the elements that a rank sends over TP for a layer and micro-batch.
+
+    Without recomputation these are 4 all-reduces of sbh.
 
     Source: 1909.08053, figure 4. A ring all-reduce is a reduce-scatter and an all-gather, each of
     which sends (t-1)/t of the tensor, so SP has the same volume (2205.05198, section 4.2.2). SP
     also all-gathers the two saved input shards in backward. `full` recomputation runs the forward's
     collectives once more.
     """
+    # Two in forward (attention, MLP) and two in backward; `full` adds the two of its second
+    # forward.
     all_reduces = 6 if mode == "full" else 4
     gathers = 2 if layer.sequence else 0
     return layer.sbh * (layer.t - 1) / layer.t * (2 * all_reduces + gathers)

@@ -32,6 +32,20 @@ def most_gathered(
 ) -> dict[tuple[str, int], float]:
     """Return the most gathered elements, by ("forward" or "backward", the layer's number).
 
+    For each module, in DeepSpeed's order: gather its own parameters, prefetch, compute, release.
+    So the most is counted after the prefetch. The prefetch compares its bounds before it adds a
+    parameter, so the last one may exceed the bucket.
+
+    Drawn with parameters a, b, c of 10 elements each, which one prefetch gathers:
+
+        prefetched            buffer 30                        30 elements
+        a's module runs       buffer 30, copies of a b c       60
+        b's module runs       buffer 30, copies of a b c       60, 50 if a is released
+        c's module runs       copies of a b c                  30, 10 if a and b are
+
+    `AllGatherCoalescedHandle.wait` copies all of them at the first use. Each parameter refers to
+    the handle, and so to the buffer, until its own module waits.
+
     Args:
         modules, layers, tied: see `RankParameters`.
         recomputed: numbers of the layers whose modules run again in backward; hashable.
@@ -40,6 +54,8 @@ def most_gathered(
     sizes = _sizes(modules)
     partitioned = _partitioned(modules, threshold, tied)
     order = _execution_order(layers, recomputed)
+    # All parameters of a module count here, persistent ones too: `__params_to_release` walks over
+    # whole modules until it has passed `max_reuse` elements.
     numel_before = list(accumulate((sum(modules[number]) for number in order), initial=0))
     queue = [
         (step, parameter) for step, module in enumerate(order) for parameter in partitioned[module]
@@ -48,8 +64,7 @@ def most_gathered(
     gathered = set[ParameterId]()
     prefetched_for = dict[ParameterId, int]()
     most = dict[tuple[str, int], float]()
-    # Each prefetch of several parameters has a buffer: (its parameters, those not used yet). The
-    # first use copies all parameters out of the buffer; it is freed when all have been used.
+    # Each prefetch of several parameters has a buffer: (its parameters, those not used yet).
     buffers: list[tuple[list[ParameterId], set[ParameterId]]] = []
     for step, module in enumerate(order):
         gathered.update(partitioned[module])
@@ -64,6 +79,8 @@ def most_gathered(
         size = 0
         while queue and size < min(max_live - live, prefetch_bucket):
             next_use, parameter = queue.pop()
+            # A prefetch skips a parameter that is still gathered, and remembers for which use. It
+            # stays gathered until then, since nothing would fetch it again in time.
             prefetched_for[parameter] = next_use
             if parameter not in gathered:
                 gathered.add(parameter)
@@ -80,6 +97,7 @@ def most_gathered(
             most[key] = max(most.get(key, 0.0), float(live + size + copied))
 
         for parameter in partitioned[module]:
+            # The distance of a use: the elements of the modules in between.
             distances = (
                 numel_before[use] - numel_before[step + 1] for use in uses[parameter] if use > step
             )
@@ -107,11 +125,15 @@ def _steps_of_uses(queue: list[tuple[int, ParameterId]]) -> dict[ParameterId, li
 
 
 def _execution_order(layers: Sequence[int], recomputed: Collection[int]) -> list[int]:
-    """Return the numbers of the modules in the order in which they run: forward, then backward
-    with recomputation.
+    """Return the numbers of the modules in the order in which they run.
+
+    Forward comes first, then backward with its recomputation.
     """
     order = list(range(len(layers)))
     for layer, group in groupby(reversed(range(len(layers))), key=lambda number: layers[number]):
+        # Modules 0 (embedding), 1 and 2 (a layer), 3 (head); the layer is recomputed as a whole:
+        #
+        #     forward 0 1 2 3    backward 3    recompute 1 2    backward 2 1    backward 0
         backward = list(group)
         order += [*reversed(backward), *backward] if layer in recomputed else backward
     return order
@@ -120,8 +142,9 @@ def _execution_order(layers: Sequence[int], recomputed: Collection[int]) -> list
 def _partitioned(
     modules: tuple[tuple[int, ...], ...], threshold: int, tied: bool
 ) -> list[list[ParameterId]]:
-    """Return each module's parameters above the persistence threshold; a tied last module has
-    the first module's.
+    """Return each module's parameters above the persistence threshold.
+
+    A tied last module has the first module's.
     """
     partitioned = [
         [(number, position) for position, size in enumerate(numels) if size > threshold]

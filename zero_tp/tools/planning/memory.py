@@ -36,8 +36,9 @@ class ModelSize(NamedTuple):
 
     @property
     def active_parameters(self) -> int:
-        """Return the number of parameters that compute one token: without the experts that it
-        does not choose.
+        """Return the number of parameters that compute one token.
+
+        Experts that the token does not choose are left out.
         """
         return self.num_parameters - self.spec.idle_parameters
 
@@ -45,6 +46,8 @@ class ModelSize(NamedTuple):
 def model_size(config: PretrainedConfig, tensor: int, sequence: bool) -> ModelSize:
     """Build a model on the meta device and count its parameters."""
     spec = architecture_of(config).spec(config)
+    # On the meta device weights have shapes and no memory, so a model of any size is counted on a
+    # laptop.
     model = model_class(spec)(config, Topology(tensor, sequence, world=tensor), device="meta")
     sizes = [(parameter.numel(), whole_shape(parameter)) for parameter in model.parameters()]
     matrices = tuple(size for size, shape in sizes if len(shape) >= 2)
@@ -55,6 +58,8 @@ def model_size(config: PretrainedConfig, tensor: int, sequence: bool) -> ModelSi
         if numels := tuple(parameter.numel() for parameter in module.parameters(recurse=False)):
             modules.append(numels)
             parts = name.split(".")
+            # "transformer.layers.3.norm" is of layer 3, "transformer.embedding" of -1; the final
+            # norm and the head, whose name does not begin with "transformer", are of L.
             is_after_layers = parts[0] != "transformer" or "final_norm" in parts
             layers.append(
                 int(parts[2]) if "layers" in parts else spec.layers if is_after_layers else -1
@@ -112,8 +117,10 @@ class RankMemory:
 
     @cached_property
     def points(self) -> list[Point]:
-        """Return the memory during the last micro-batch, at the end of backward, at the update's
-        peaks and after.
+        """Return the memory at the moments of a step.
+
+        These are the last micro-batch, the end of backward, the update's peaks and the end of the
+        update.
         """
         zero = self.zero
         points = list[Point]()
@@ -137,8 +144,9 @@ class RankMemory:
 
     @cached_property
     def peak(self) -> Point:
-        """Return the point with the most bytes on the device. The host memory of a CPU rank
-        counts too.
+        """Return the point with the most bytes on the device.
+
+        The host memory of a CPU rank counts too.
         """
         return max(
             self.points,
@@ -224,6 +232,7 @@ class PaperMemory:
         )
         if not recomputes or policy.mode == "none":
             return formulas.saved(layer, core)
+        # Offloaded checkpoints are in host memory, and the plan counts them there.
         if policy.mode == "full":
             if self.workload.offloads_checkpoints:
                 return 0.0
@@ -234,6 +243,7 @@ class PaperMemory:
         """Return the activations that all layers keep, in the micro-batch that keeps the most."""
         layers = self.model.spec.layers
         policy = self.workload.policy
+        # The micro-batch that keeps its activations has the peak, however many others recompute.
         recomputed = 0 if policy.keep_micro_batches else len(policy.recomputed_layers(layers))
         saved = (layers - recomputed) * self.layer_bytes(recomputes=False)
         return saved + recomputed * self.layer_bytes(recomputes=True)

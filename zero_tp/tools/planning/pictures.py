@@ -67,6 +67,7 @@ def memory_over_time(shown: Mapping[str, tuple[Sequence[Point], float | None]]) 
     """
     every = [point for points, _ in shown.values() for point in points]
     top = max(point.total for point in every)
+    # A limit far above the peak would press the curve flat.
     limits = [
         limit for _, limit in shown.values() if limit is not None and limit < LIMIT_RATIO * top
     ]
@@ -83,6 +84,7 @@ def memory_over_time(shown: Mapping[str, tuple[Sequence[Point], float | None]]) 
                 linestyle="--",
                 label="limit (memory minus margins)",
             )
+        # One scale for both plots: the comparison is by height.
         axes.set_ylim(0, 1.08 * max(top, *limits, 0) / GIB)
         if number == 1:
             axes.set_ylabel("GiB on one device", fontsize=9)
@@ -133,13 +135,16 @@ def _moment(position: float) -> str:
 
 
 def _downsampled(points: Sequence[Point], most: int) -> list[Point]:
-    """Return the highest point of each interval of the micro-batch, and all points after the
-    micro-batch.
+    """Return the highest point of each interval of the micro-batch.
+
+    All points after the micro-batch follow.
 
     Args:
         most: number of intervals of the whole step.
     """
     micro_batch = points[:-POINTS_AFTER_BACKWARD]
+    # The highest of each interval, and not every n-th point, so that the drawn peak is the planned
+    # one.
     length = -(-len(points) // most)
     intervals = (
         micro_batch[start : start + length] for start in range(0, len(micro_batch), length)

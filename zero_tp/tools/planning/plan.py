@@ -30,8 +30,9 @@ HOUR, DAY = 3600, 86400  # seconds
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory [bytes] and time of a run on one kind of device, with the config's settings or
-    a search's.
+    """The memory [bytes] and time of a run on one kind of device.
+
+    The settings are the config's or those of a search.
     """
 
     device: Device
@@ -54,6 +55,7 @@ class Estimate:
     @cached_property
     def time(self) -> StepTime:
         """Return the seconds of one step."""
+        # A rank's parameters and not Ψ/t: replicated ones are on every rank.
         parameters = self.model.parameters.total
         return StepTimeEstimator(
             self.model.spec, self.workload, self.device, self.settings, parameters
@@ -61,8 +63,9 @@ class Estimate:
 
     @property
     def communicators(self) -> int:
-        """Return a rank's number of communicators: of the world, and of TP and DP groups that
-        are smaller.
+        """Return a rank's number of communicators.
+
+        There is one of the world, and one of each TP or DP group that is smaller.
         """
         return (self.ranks > 1) + sum(
             1 < size < self.ranks for size in (self.workload.tensor, self.settings.data)
@@ -86,6 +89,7 @@ class Estimate:
     @property
     def usable(self) -> float:
         """Return the largest peak [bytes of tensors] that fits on the device with all margins."""
+        # `needed` solved for the peak: peak · (1 + fragmentation) + reserved = memory.
         limit = (self.device.memory_gib * GIB - self.reserved) / (1 + self.device.fragmentation)
         return limit - (self.tensor_bytes - self.peak.total)
 
@@ -110,9 +114,11 @@ class Estimate:
 
     @property
     def shortage(self) -> float:
-        """Return the missing bytes of the device or of its share of host memory, whichever is
-        more; ≤ 0 if it fits.
+        """Return the missing bytes of the device or of its share of host memory.
+
+        The larger one counts; it is at most 0 if the run fits.
         """
+        # A node's shortage of host memory, per rank: both then count bytes of one rank.
         return max(-self.spare, -self.host_spare / min(self.device.per_node, self.ranks))
 
     @property

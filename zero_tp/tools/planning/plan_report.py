@@ -74,6 +74,7 @@ def memory_lines(plan: Plan) -> list[str]:
     paper = plan.paper.bytes()
     peak = plan.peak
     device = plan.device
+    # The allocated column has no such row: the dry run does not tell them apart.
     paper["activations"] += paper.pop("outside layers")
     name, unit = ("GiB", GIB) if sum(paper.values()) >= GIB else ("MiB", MIB)
     lines = [f"{f'memory of one device [{name}]':28}{'by papers':>10}{'allocated':>12}"]

@@ -16,9 +16,11 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def page_locked(size: int) -> int:
-    """Return the bytes that torch page-locks for a tensor of `size` bytes
-    (ATen/core/CachingHostAllocator.h).
+    """Return the bytes that torch page-locks for a tensor of `size` bytes.
+
+    Source: ATen/core/CachingHostAllocator.h.
     """
+    # 5 bytes take 8, 8 take 8, 9 take 16.
     return 1 << (size - 1).bit_length()
 
 
@@ -76,6 +78,13 @@ class Workload:
         on the host.
         """
         recomputed = len(self.policy.recomputed_layers(layers))
+        # Where checkpoints are, for R recomputed layers with inputs of S bytes:
+        #
+        #                           on the device          on the host
+        #     by default           counted by the dry run   -
+        #     contiguous           R · S, all the time      -
+        #     offloaded            -                        R · (S page-locked)
+        #     both                 -                        R · S page-locked as one tensor
         slots = self.checkpointing.number_checkpoints or recomputed
         parts = self.tensor if self.sequence or self.partitions_checkpoints else 1
         size = self.itemsize * math.ceil(self.length * self.batch * hidden / parts)
@@ -97,8 +106,9 @@ class Workload:
 
     @property
     def recompute(self) -> str | dict[str, Any]:
-        """Return the policy as a value of `zero_tp.recompute`: the mode, or an object if it has
-        other fields too.
+        """Return the policy as a value of `zero_tp.recompute`.
+
+        It is the mode, or an object if the policy has other fields too.
         """
         fields = self.policy.model_dump(exclude_defaults=True)
         return fields if len(fields) > 1 else self.policy.mode
@@ -236,8 +246,9 @@ class ZeroSettings:
 
     @property
     def separate_fp32_grads(self) -> bool:
-        """Return whether DeepSpeed's BF16_Optimizer runs, which accumulates all gradients in a
-        permanent tensor.
+        """Return whether DeepSpeed's BF16_Optimizer runs.
+
+        It accumulates all gradients in a permanent tensor.
         """
         wider = self.dtype == "bf16" and self.accumulates_wider
         return facts.is_bf16_optimizer(
@@ -268,14 +279,18 @@ class ZeroSettings:
 
     @property
     def volumes(self) -> tuple[int, int]:
-        """Return what a rank sends in a step for (gathers, reductions), in units of Ψ(N_d-1)/N_d
-        elements.
+        """Return the volumes that a rank sends over DP in a step, as (gathers, reductions).
+
+        The unit is Ψ(N_d-1)/N_d elements.
 
         An all-reduce counts twice. ZeRO-1 has (1, 2), and (1, 1) with `reduces_to_owners`
         (1910.02054, section 7.1).
         """
         if self.stage == 3:
+            # Each micro-batch gathers in forward and once more in backward, and reduces.
             return 2 * self.accumulation, self.accumulation
+        # Stage 2 keeps gradients of its partition only, so it must reduce those of each micro-batch
+        # at once. Stages 0 and 1 sum them up locally and reduce once.
         reductions = self.accumulation if self.stage == 2 else 1
         return min(self.stage, 1), (1 if self.reduces_to_owners else 2) * reductions
 
@@ -299,8 +314,9 @@ def _allocates_temporaries(optimizer: Optimizer) -> bool:
 
 
 def _moment_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of an optimizer's fp32 states for one parameter; torch's SGD has none
-    without momentum.
+    """Return the bytes of an optimizer's fp32 states for one parameter.
+
+    torch's SGD has none without momentum.
     """
     params = optimizer.params
     if isinstance(params, SGD):

@@ -70,10 +70,13 @@ class Rates:
         a full one. Writing the result is added: a multiprocessor holds one tile and does not
         multiply while it writes.
         """
+        # A result of 2,048 × 3,072 has 8 × 24 = 192 tiles of 256 × 128. An A100's 108
+        # multiprocessors need two waves, so the product takes as long as one with 216 tiles.
         units = self.device.units
         flops = math.inf
         for tile_rows, tile_columns in (TILE, TILE[::-1]) if units > 1 else ((1, 1),):
             tiles = math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
+            # cuBLAS has both orientations of the tile; a narrow result fits one better.
             flops = min(
                 flops, math.ceil(tiles / units) * units * 2.0 * tile_rows * tile_columns * depth
             )
@@ -96,18 +99,23 @@ class Rates:
         if ranks == 1:
             return 0.0
         device = self.device
+        # Two nodes of 8, TP 8, DP 2: eight DP groups (stride 8), each a ring of one rank a node.
+        # They share the node's 8 ports, so each ring has one. A ring of all 16 ranks would have all
+        # 8.
         rings = min(stride, device.per_node)
         ranks_of_node = max(1, device.per_node // stride)
         nodes = -(-ranks // ranks_of_node)
         speed = device.intra_gbps * device.link_share
         if nodes > 1:
             speed = min(speed, device.inter_gbps * device.inter_share * device.per_node / rings)
+        # A ring of n ranks passes n - 1 hops; one between each two nodes is a far one.
         far_hops = nodes - 1
         latency = BASE_LATENCY + far_hops * FAR_HOP + (ranks - 1 - far_hops) * NEAR_HOP
         return calls * latency + size * (ranks - 1) / ranks / (speed * 1e9)
 
     def slowdown(self, seconds: float) -> float:
-        """Return the seconds that products lose to a concurrent collective of so many seconds,
-        which uses SMs too.
+        """Return the seconds that products lose to a concurrent collective of so many seconds.
+
+        The collective occupies multiprocessors too.
         """
         return seconds * self.device.channels / self.device.units

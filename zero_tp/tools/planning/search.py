@@ -64,23 +64,30 @@ class Search:
                 "global batch of "
                 f"{config.global_batch}; change one of them"
             )
+        # What fits has a shortage of 0 and is ordered by time, then by memory. What does not fit
+        # comes after it, the smallest shortage first.
         self.ranked.sort(key=lambda this: (max(0.0, this.shortage), this.time.total, this.needed))
         self.fitting = sum(candidate.fits for candidate in self.ranked)
 
     def fastest(self, overrides: Sequence[str], top: int) -> tuple[list[Estimate], dict[str, Any]]:
-        """Return the fastest `top` candidates that fit in a dry run and load as a config, and the
-        first one's config.
+        """Return the fastest `top` candidates, and the config of the first one.
+
+        Each has fitted in a dry run and loads as a run's config.
 
         If none that fits by formulas fits in its dry run, the next NEAREST candidates get one too.
 
         Raises:
             UserError: nothing fits. The message names the nearest candidate and its shortage.
         """
+        # The written config starts from the user's file and not from the resolved one, so it has
+        # the user's keys and no defaults.
         raw = read_json(self.config.path)
         apply_overrides(raw, overrides)
         shown: list[tuple[Estimate, dict[str, Any]]] = []
         too_large: list[Estimate] = []
         refusal: ConfigError | None = None
+        # Formulas only rank. The dry run decides whether a candidate fits, and takes seconds, so it
+        # runs until enough have fitted.
         for number, candidate in enumerate(self.ranked[: self.fitting + NEAREST]):
             if len(shown) == top or (shown and number >= self.fitting):
                 break
@@ -119,7 +126,17 @@ class Search:
         )
 
     def _candidates(self) -> Iterator[Estimate]:
-        """Yield all candidates, with their memory by formulas."""
+        """Yield all candidates, with their memory by formulas.
+
+        Drawn for 8 ranks and a global batch of 64:
+
+            TP 1   DP 8   8 rows a replica    micro × accumulation 1 × 8, 2 × 4, 4 × 2, 8 × 1
+            TP 2   DP 4   16 rows a replica   1 × 16 … 16 × 1, each with and without SP
+            TP 8   DP 1   64 rows a replica   1 × 64 … 64 × 1
+
+        Times 4 stages, 2 or 3 recomputations, 3 offloads and 2 ways to reduce gradients. What a
+        stage does not have is left out.
+        """
         config = self.config
         device = self.device
         run_settings = ZeroSettings.of(config, cpu=device.is_cpu)
@@ -142,6 +159,8 @@ class Search:
                 for mode in MODES
                 if not (is_fused and mode == "selective")
             ]
+            # The run's own policy may have fields that no mode has by default, such as a number of
+            # layers.
             policies += [run_workload.policy] * (run_workload.policy not in policies)
             choices = itertools.product(
                 _divisors(samples), range(4), policies, OFFLOADS, (False, True)
@@ -155,6 +174,8 @@ class Search:
                 settings = run_settings.with_stage(
                     stage, data=data, accumulation=samples // micro, **changes
                 )
+                # Where a stage cannot reduce to owners, or with one replica, both values of
+                # `owners` would be the same candidate twice.
                 if stage < lowest_stage or settings.reduces_to_owners != owners:
                     continue
                 checkpointing = run_workload.checkpointing
@@ -181,6 +202,8 @@ class Search:
     def _dry_run(self, estimate: Estimate) -> Estimate:
         workload = estimate.workload
         spec = estimate.model.spec
+        # Neither the ZeRO stage nor offload changes activations, so candidates that differ only
+        # there share a dry run.
         key = (
             workload.tensor,
             workload.sequence,
@@ -206,6 +229,12 @@ def _estimated_samples(
     gradient of the output layer and gradients of the residual stream. One block of logits replaces
     all logits (parallel/loss.py).
     """
+    # The four samples, with what they add to the formulas' activations A:
+    #
+    #     end of forward                A, one block of logits, the head's gradient
+    #     backward of the last layer    A, all of one layer, the head's gradient
+    #     middle of backward            A/2, one layer, half of all gradients
+    #     backward of the first layer   A/L, one layer, all gradients
     paper = PaperMemory(model, workload, zero.settings.stage, zero.settings.data)
     layers = model.spec.layers
     logits = 4.0 * workload.labels * model.spec.vocabulary / workload.tensor
@@ -213,6 +242,7 @@ def _estimated_samples(
     one_layer = paper.layer_bytes(recomputes=False)
     shard = -(-model.spec.vocabulary // workload.tensor)
     dtype = getattr(torch, DTYPES[workload.dtype])
+    # A masked model's loss has its labelled positions as one row.
     length, batch = (workload.length, workload.batch) if model.spec.causal else (workload.labels, 1)
     positions = block_positions(length, batch, shard, model.spec.hidden, dtype)
     gradient = (
@@ -263,9 +293,12 @@ def candidate_config(
     before = int(zero.get("stage", 0))
     if settings.stage != 3:
         zero = {key: value for key, value in zero.items() if not key.startswith("stage3_")}
+    # DeepSpeed's default, true, all-reduces; reducing to owners needs both keys.
     zero.pop("use_multi_rank_bucket_allreduce", None)
     if settings.requests_owner_reduction:
         zero |= {"use_multi_rank_bucket_allreduce": False, "reduce_scatter": True}
+    # `overlap_comm` has another default at stage 3. Without the key the run gets it, as the
+    # estimate assumes (`with_stage`).
     if before != settings.stage and 3 in (before, settings.stage):
         zero.pop("overlap_comm", None)
     for key in ("offload_optimizer", "offload_param"):
@@ -286,6 +319,7 @@ def candidate_config(
         "zero_optimization": {**zero, "stage": settings.stage},
         "zero_tp": {**raw["zero_tp"], "parallel": parallel, "recompute": workload.recompute},
     }
+    # A run refuses P_a and cpu_checkpointing without `full` recomputation.
     if workload.policy.mode != "full":
         config.pop("activation_checkpointing", None)
     return config
@@ -293,6 +327,7 @@ def candidate_config(
 
 def load_error(config: Mapping[str, Any], ranks: int) -> ConfigError | None:
     """Return why a run refuses this config, or None."""
+    # A run reads its config from a file by `load`, so runs accept a candidate that loads.
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "candidate.json")
         path.write_text(json.dumps(config))

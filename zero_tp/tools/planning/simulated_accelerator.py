@@ -36,6 +36,7 @@ def _hide_devices() -> None:
 def has_real_device() -> bool:
     """Return whether this process sees an accelerator, apart from the simulated one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # Once registered, the simulated device is the current accelerator of this process.
     return accelerator is not None and accelerator.type != "sim"
 
 
@@ -49,6 +50,8 @@ def run_isolated(function: Callable[..., T], *arguments: Any, **options: Any) ->
         UserError: the process has no result within `TIMEOUT_SECONDS`, for example because it was
             killed.
     """
+    # spawn, because a forked process has inherited CUDA, which cannot be initialised again there.
+    # The variables are set before torch looks for a device.
     with _without_script(), multiprocessing.get_context("spawn").Pool(1, _hide_devices) as pool:
         try:
             return pool.apply_async(function, arguments, options).get(TIMEOUT_SECONDS)
@@ -63,6 +66,8 @@ def run_isolated(function: Callable[..., T], *arguments: Any, **options: Any) ->
 @contextmanager
 def _without_script() -> Iterator[None]:
     """Hide this process's script, such as a training, which a new process would run first."""
+    # multiprocessing's spawn finds the script by these names and imports it, as `__mp_main__`,
+    # before it calls anything.
     main = vars(sys.modules["__main__"])
     names: tuple[str, ...] = ("__spec__", "__file__")
     script = {name: main.pop(name) for name in names if name in main}
@@ -81,6 +86,7 @@ def simulated_accelerator(*, varlen: bool = True) -> Iterator[torch.device]:
         varlen: `varlen_attn` runs on it.
     """
     with ExitStack() as stack:
+        # The plan counts page-locked tensors by itself; locking pages needs a real device.
         stack.enter_context(_PageableMemory())
         for owner, name, replacement in (
             (devices, "runs_varlen", lambda _: varlen),
@@ -149,6 +155,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         output = torch.empty_like(query)
+        # The last one is the logarithm of each softmax's sum, fp32 [b, a, s].
         ctx.save_for_backward(
             query, key, value, mask, output, query.new_empty(query.shape[:3], dtype=torch.float32)
         )

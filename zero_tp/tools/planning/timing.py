@@ -29,8 +29,10 @@ HOST_MEMORY_GBPS = 200.0
 
 
 class Seconds(NamedTuple):
-    """Seconds of matrix products, of operations bound by memory bandwidth, and of exposed TP
-    collectives.
+    """Seconds of a pass by what limits it.
+
+    `products` are matrix products, `memory_bound` operations bound by memory bandwidth,
+    `collectives` the exposed ones over TP.
     """
 
     products: float = 0.0
@@ -43,8 +45,9 @@ class Seconds(NamedTuple):
 
 
 class LayerTime(NamedTuple):
-    """Seconds of a layer's forward, of its backward, and of its recomputation in backward, if it
-    is recomputed.
+    """Seconds of a layer's forward and backward.
+
+    `recompute` is what its recomputation adds to backward, if it is recomputed.
     """
 
     forward: Seconds
@@ -136,6 +139,8 @@ class StepTimeEstimator:
     def layer_time(self) -> LayerTime:
         """Return the time of one layer and micro-batch, a mean over layers."""
         products = [*self._column_products(), *self._row_products()]
+        # Forward is [tokens, depth] · [depth, columns]. Backward has two products of the same
+        # FLOPs, of other shapes and so with other tiles.
         outputs = sum(
             self.rates.product_seconds(self._tokens, columns, depth) for depth, columns in products
         )
@@ -153,6 +158,7 @@ class StepTimeEstimator:
         policy = self.workload.policy
         recompute = Seconds()
         if policy.mode == "full":
+            # `full` runs the whole layer once more, with its collectives.
             recompute = forward
         elif policy.mode == "selective":
             core = core_forward if "attention_core" in policy.chosen_modules else 0.0
@@ -168,7 +174,9 @@ class StepTimeEstimator:
         """Return (inputs, outputs) of the column-parallel products."""
         spec = self.spec
         t = self.workload.tensor
+        # With fewer KV heads than ranks each rank computes a whole head, which others compute too.
         kv_heads = max(1.0, spec.kv_heads / t)
+        # A plain MLP has one column-parallel product, a gated one two: gate and up.
         mlp = (spec.mlp_matrices - 1) * spec.active_width / t
         return [(spec.hidden, (spec.heads / t + 2 * kv_heads) * spec.head_size), (spec.hidden, mlp)]
 
@@ -211,10 +219,15 @@ class StepTimeEstimator:
             / self.workload.tensor
         )
         if spec.attention == "eager":
+            # QKᵀ reads Q and K and writes the scores; the second product reads scores and V, and
+            # writes an output as large as Q. Together twice the scores, Q and K.
             traffic = 2 * rates.itemsize * (self.layer.scores + self.layer.queries + self._keys)
             forward = max(flops / rates.matrix, traffic / rates.memory)
+            # Each of the two products has two in backward, one for each operand.
             return forward, 2 * forward
         rate = rates.peak * min(FLASH_SHARE, rates.device.matrix_share)
+        # Five products in backward instead of forward's two: the scores again, and the gradients of
+        # scores, V, Q and K.
         forward = flops * (0.5 if spec.causal else 1.0) / rate
         return forward, 2.5 * forward
 
@@ -239,6 +252,8 @@ class StepTimeEstimator:
         biased = zip(self._column_products(), (spec.qkv_bias, spec.mlp_bias), strict=True)
         biased_columns = self._tokens * sum(outputs for (_, outputs), bias in biased if bias)
         row_biases = spec.output_bias + spec.mlp_bias
+        # Two residual dropouts; each reads and writes the tensor and has a mask of one byte an
+        # element. Backward reads the mask.
         dropped = 2 * (2 * e + 1) * stream if spec.dropouts.residual else 0.0
         bias_in_product = (
             self.workload.tensor == 1
@@ -261,14 +276,21 @@ class StepTimeEstimator:
             )
         mask = 2 * e + 1 if spec.dropouts.attention else 0
         return {
+            # Two norms. Forward reads and writes; backward reads input and gradient twice and
+            # writes one gradient: 2 · 2 and 2 · 5.
             "norm": (4 * e * stream, 10 * e * stream),
             "dropout": (dropped, dropped),
+            # Two residual sums: each reads two tensors and writes one.
             "sums": (6 * e * stream, 6 * e * stream),
+            # Backward reads the gradient once more for the bias's sum, also where the product added
+            # the bias.
             "row biases": (
                 0.0 if bias_in_product else 2 * e * stream * row_biases,
                 e * stream * row_biases,
             ),
             "column biases": (0.0, e * biased_columns),  # the product adds them
+            # Plain: 2 in forward, input and output; 3 in backward, with the gradient. Gated: gate,
+            # up and output; then gate, up, the gradient and two results.
             "mlp_activation": (
                 e * layer.mlp * spec.mlp_matrices,
                 e * layer.mlp * (2 * spec.mlp_matrices - 1),
@@ -281,8 +303,9 @@ class StepTimeEstimator:
     # ---- collectives -----------------------------------------------------------------------------
 
     def _tp_collectives(self) -> tuple[float, float, float]:
-        """Return the seconds of exposed collectives in forward and backward, and how much the
-        others slow products.
+        """Return the seconds of exposed TP collectives in forward and in backward.
+
+        The third number is how much the others slow products.
 
         An all-reduce has two halves, a reduce-scatter and an all-gather. Forward has four halves,
         all exposed. Backward has four that overlap with products of the column-parallel layers:
@@ -291,9 +314,13 @@ class StepTimeEstimator:
         """
         workload = self.workload
         rates = self.rates
+        # Under SP the halves are g and ḡ of arXiv 2205.05198; without SP an all-reduce is both
+        # halves at once. The bytes are the same (section 4.2.2).
         half = rates.collective_seconds(
             workload.itemsize * self._tokens * self.spec.hidden, workload.tensor
         )
+        # What does not fit behind the products stays exposed. What does fit still takes
+        # multiprocessors from them.
         overlapped = min(4 * half, self.overlapped_products())
         exposed = 2 * half if workload.sequence else 0.0
         return 4 * half, exposed + 4 * half - overlapped, rates.slowdown(overlapped)
@@ -334,12 +361,14 @@ class StepTimeEstimator:
         )
 
     def head_time(self) -> Seconds:
-        """Return forward and backward of the output layer and the loss, which reads or writes
-        each logit six times.
+        """Return the seconds of forward and backward of the output layer and the loss.
+
+        The loss reads or writes each logit six times.
         """
         workload = self.workload
         hidden = self.spec.hidden
         product = self.rates.product_seconds
+        # Only positions with labels reach the head: all of a causal model, a masked model's share.
         labels = workload.labels
         width = head_products(self.spec) / hidden / workload.tensor
         products = (
@@ -368,8 +397,9 @@ class StepTimeEstimator:
         return self.parameters * traffic / self.rates.memory
 
     def _dp_communication(self, forward: float, backward: float) -> float:
-        """Return the seconds of exposed communication over DP: the gathers and reductions of
-        `ZeroSettings.volumes`.
+        """Return the seconds of exposed communication over DP.
+
+        It consists of the gathers and reductions of `ZeroSettings.volumes`.
 
         DeepSpeed synchronises with the device before each reduction to an owner (stage_1_and_2.py,
         `allreduce_and_copy`), so those never overlap.
@@ -392,6 +422,7 @@ class StepTimeEstimator:
             computing = micro * (forward + backward) if zero.overlap else 0.0
             return self._exposed(gathers * gather + reductions * reduce, computing)
         bucket = zero.reduce_bucket if zero.reduces_in_buckets else ALLREDUCE_BUCKET
+        # A call costs a ring's latency; a call is a bucket of gradients.
         calls = max(1, -(-self.parameters // bucket))
         if zero.reduces_to_owners:
             # A partition's end also ends a bucket. NCCL reduces to one rank in a chain: each link
@@ -415,8 +446,9 @@ class StepTimeEstimator:
         )
 
     def _exposed(self, communicating: float, computing: float) -> float:
-        """Return the exposed seconds of communication that overlaps with computing, and the
-        products' slowdown.
+        """Return the seconds by which communication that overlaps with computing delays a step.
+
+        These are its exposed part and the products' slowdown.
         """
         overlapped = min(communicating, computing)
         return communicating - overlapped + self.rates.slowdown(overlapped)
@@ -431,6 +463,8 @@ class StepTimeEstimator:
         e = self.workload.itemsize
         memory = self.rates.memory
         part = self.parameters / (zero.data if zero.stage else 1)
+        # AdamW in bf16: 24 bytes to read and write master and moments, 4 to read the gradient, 4 +
+        # 2 to round the master into the weight.
         update = 2 * (4 + zero.moments) + 4 + (4 + e if e < 4 else 0)
         conversion = zero.grad_accum_itemsize + 4 if zero.grad_accum_itemsize < 4 else 0
         clipping = 8 if zero.clips_gradients else 0
@@ -442,7 +476,9 @@ class StepTimeEstimator:
             copies += 3 * zero.accumulation * e * part / host_link
         if not zero.offload_optimizer:
             return traffic / memory, copies
+        # Down: the gradients of this rank's part, each micro-batch. Up: the updated weights, once.
         copies += (zero.accumulation * e * part + e * part) / host_link
+        # All ranks of a node update at the same time and share its memory's bandwidth.
         host_memory = (
             HOST_MEMORY_GBPS
             * 1e9

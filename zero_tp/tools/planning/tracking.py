@@ -74,9 +74,9 @@ class Allocations(TorchDispatchMode):
         return results
 
     def _existed_before(self, result: Tensor, args: Any, kwargs: Any) -> bool:
-        """Return whether the result has the storage of an argument that was allocated before the
-        block.
-        """
+        """Return whether the result's storage is an argument's from before the block."""
+        # A view and an in-place operation return the storage of an argument. One that was allocated
+        # outside the block, such as a weight, must not count as new.
         address = result.untyped_storage()._cdata
         return address not in self._alive and any(
             isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata == address
@@ -89,6 +89,8 @@ class Allocations(TorchDispatchMode):
         if kind == "meta" or (self._device_type is not None and kind != self._device_type):
             return None
         storage = tensor.untyped_storage()
+        # torch may give a new storage the address of a freed one. The callback below removes the
+        # address at once, so a known address is a living storage.
         known = self._alive.get(storage._cdata)
         if known is not None:
             return known[0]
@@ -153,8 +155,9 @@ class MemorySample(NamedTuple):
 
 
 class DryRunPart(NamedTuple):
-    """A part of forward or backward, such as one layer's: its samples and its end, relative to
-    its start.
+    """A part of forward or backward, such as one layer's.
+
+    Its samples and its end are relative to its start.
     """
 
     samples: list[MemorySample]
@@ -170,6 +173,12 @@ def measure(model: ParallelModel, batch: AnyBatch) -> list[DryRunPart]:
         The part before the layers, the forward of each layer, the loss with the final norm, the
         backward of each layer from the last on, and the part after them.
     """
+    # Two layers; a number is the clock that a hook notes. Each line between two numbers is a part:
+    #
+    #     start  before  0  layer 0  1  layer 1  2  norm, head, loss, their backward
+    #            2'  layer 1's backward  1'  layer 0's backward  0'  after  end
+    #
+    # Forward hooks note 0, 1 and 2. Gradients of the same inputs note 2', 1' and 0'.
     boundaries: list[int] = []
     finished: list[tuple[int, int]] = []  # gradients: (clock, elements)
     with Allocations(next(model.parameters()).device.type) as allocations:
@@ -177,6 +186,8 @@ def measure(model: ParallelModel, batch: AnyBatch) -> list[DryRunPart]:
         allocations.mark(model.buffers(), "parameters")
 
         def drop_gradient(parameter: nn.Parameter) -> None:
+            # How long a finished gradient lives depends on the ZeRO stage: zero.py counts it from
+            # here on.
             parameter.grad = None
             finished.append((allocations.clock, parameter.numel()))
 
@@ -195,8 +206,11 @@ def measure(model: ParallelModel, batch: AnyBatch) -> list[DryRunPart]:
         loss = model(batch.input_ids, **batch.arguments()).loss
         forward_end = allocations.clock
         loss.backward()
+        # The loss keeps the output's storages alive, which belong to the micro-batch.
         del loss
         for allocation in allocations.alive():
+            # Caches that a later micro-batch uses again would otherwise count as activations that
+            # nothing frees.
             allocation.category = allocation.category or "outlives the micro-batch"
     assert len(boundaries) == 2 * len(layers), "each layer starts once"
     return _split(allocations, [start, *boundaries, allocations.clock], forward_end, finished)
@@ -208,8 +222,9 @@ def _split(
     forward_end: int,
     finished: Sequence[tuple[int, int]],
 ) -> list[DryRunPart]:
-    """Return the parts between the clocks `boundaries`. Activations are allocated in forward and
-    freed in backward.
+    """Return the parts between the clocks `boundaries`.
+
+    Activations are allocated in forward and freed in backward.
     """
     # A finished gradient sorts after the allocation (+1) or free (-1) with the same clock.
     events: list[tuple[int, int, Allocation | None, int]] = [
@@ -228,6 +243,12 @@ def _split(
         if allocation is None:
             sizes[part][2] += change
             continue
+        # Three storages over forward and backward:
+        #
+        #     forward           | backward
+        #     +------------------------+         activation: backward frees it
+        #        +------+      |                 transient
+        #                      |   +------+      transient
         is_freed_in_forward = allocation.freed is not None and allocation.freed <= forward_end
         sizes[part][1 if allocation.allocated > forward_end or is_freed_in_forward else 0] += change
         if sign > 0:
@@ -248,6 +269,8 @@ def join_parts(parts: Sequence[DryRunPart], representatives: Sequence[int]) -> l
         representatives: for each layer the number of its representative.
     """
     before, *inner, after = parts
+    # n layers give n parts of forward, one of the loss and n of backward, from the last layer on.
+    # The slice from the end to the middle has backward in the layers' order.
     middle = len(inner) // 2
     forward = inner[:middle]
     loss = inner[middle]
@@ -261,6 +284,8 @@ def join_parts(parts: Sequence[DryRunPart], representatives: Sequence[int]) -> l
     ordered += [(layer, backward[number]) for layer, number in reversed(numbered)]
     samples = list[MemorySample]()
     start = MemorySample("", -1, 0.0, 0.0, 0.0)
+    # A part's samples count from the part's start, so one executed layer serves many places: each
+    # time the bytes that are alive at its start are added.
     for layer, part in [*ordered, (-1, after)]:
         samples += [sample.offset_by(start, layer) for sample in part.samples]
         start = part.end.offset_by(start, layer)

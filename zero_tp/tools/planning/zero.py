@@ -60,6 +60,8 @@ class RankParameters:
 
     @cached_property
     def total(self) -> int:
+        # `modules` would count a tied embedding twice; torch's `parameters()`, of which the groups
+        # are made, has it once.
         return sum(map(sum, self.groups))
 
     @cached_property
@@ -83,10 +85,10 @@ class ZeroMemory:
 
     @cached_property
     def bucket(self) -> int:
-        """Return the elements of a bucket. On a CPU only the part that gradients fill takes
-        memory.
-        """
+        """Return the elements of a bucket that take memory."""
         size = self.settings.reduce_bucket
+        # DeepSpeed allocates the whole bucket by `torch.empty`. On an accelerator this takes its
+        # full size; Linux gives a CPU process only the pages that are written.
         return min(size, self.parameters.total) if self.settings.cpu else size
 
     @cached_property
@@ -95,6 +97,13 @@ class ZeroMemory:
 
         Stages 1 and 2 pad the group, stage 3 pads each parameter.
         """
+        # Drawn with N_d = 4, a group of matrices of 6 + 4 elements and a group of one vector of 3:
+        #
+        #     stage 1, 2   each group to a multiple of 2 · 4:  10 → 16, 3 → 8    parts 4 and 2
+        #     stage 3      each parameter to a multiple of 4:  6 → 8, 4, 3 → 4   parts 2 + 1 and 1
+        #
+        # The 2 is DeepSpeed's `nccl_start_alignment_factor`: a partition of 16-bit elements starts
+        # at a multiple of 4 bytes.
         data = self.settings.data
         if self.settings.stage == 3:
             return [sum(-(-size // data) for size in group) for group in self.parameters.groups]
@@ -106,9 +115,16 @@ class ZeroMemory:
 
     @cached_property
     def sizes_in_partition(self) -> list[int]:
-        """Return the elements of each parameter that is partly in rank 0's partition. Its whole
-        gradient stays.
+        """Return the elements of each parameter that is partly in rank 0's partition.
+
+        The whole gradient of such a parameter stays.
         """
+        # `copy_grads_in_partition` (stage_1_and_2.py) copies a parameter's gradient as a whole,
+        # even where the partition ends inside it. N_d = 2 and parameters of 4 + 4 + 4:
+        #
+        #     group          a a a a  b b b b  c c c c
+        #     rank 0's part  ^^^^^^^^^^^^              6 elements of masters
+        #     kept gradients a a a a  b b b b          8 elements
         groups = zip(self.parameters.groups, self.partition_sizes, strict=True)
         return [
             size
@@ -119,8 +135,9 @@ class ZeroMemory:
 
     @cached_property
     def states(self) -> StateBytes:
-        """Return the permanent bytes, including the optimizer's moments, which a run's first
-        step creates.
+        """Return the permanent bytes.
+
+        They include the optimizer's moments, which a run's first step creates.
         """
         zero = self.settings
         total = self.parameters.total
@@ -128,22 +145,34 @@ class ZeroMemory:
         e = zero.itemsize
         largest = self.parameters.largest
         if zero.stage == 0:
+            # In fp32 torch's optimizer updates the parameters themselves, so they are their own
+            # masters.
             master = 4 * total if e < 4 else 0
             return StateBytes(parameters=e * total, optimizer=zero.moments * total + master)
         master_moments = (4 + zero.moments) * part
         if zero.stage < 3:
+            # Every rank has the 16-bit weights of all ranks, as one padded tensor a group: the
+            # parameters become views of it.
             flat = e * sum(length * zero.data for length in self.partition_sizes)
             if not zero.offload_optimizer:
+                # BF16_Optimizer makes its gradients by `zeros_like` of the flat weights, so every
+                # rank has an element for each padded weight and not for its partition only.
                 fp32_gradients = (
                     zero.grad_accum_itemsize / e * flat if zero.separate_fp32_grads else 0.0
                 )
                 return StateBytes(parameters=flat, optimizer=master_moments, buffers=fp32_gradients)
+            # `temp_grad_buffer_for_gpu_offload`: through it sums of gradients come back from the
+            # host, one parameter after another.
             return StateBytes(
                 flat, buffers=e * largest, host=zero.moments * part + self._host_bytes
             )
         sizes = itertools.chain(*self.parameters.groups)
+        # A parameter up to the threshold is partitioned like all others. After its first use the
+        # whole stays too, so it counts here and in `part`.
         persistent = e * sum(size for size in sizes if size <= zero.persistence_threshold)
         device = 0.0 if zero.offload_param else e * part
+        # Stage 3 makes its bucket once (`ipg_buckets` in stage3.py); stages 1 and 2 allocate theirs
+        # in backward, and so have none here.
         states = StateBytes(
             device, gathered=persistent, buffers=e * self.bucket, host=self._host_bytes
         )
@@ -153,8 +182,9 @@ class ZeroMemory:
 
     @cached_property
     def _host_optimizer_tensors(self) -> list[int]:
-        """Return the bytes of each host tensor of an offloaded optimizer, except moments and
-        ZeRO-3's masters.
+        """Return the bytes of each host tensor of an offloaded optimizer.
+
+        Moments and ZeRO-3's masters are not among them.
 
         Stage 3 has accumulated gradients and their fp32 copies. Stages 1 and 2 have masters, fp32
         gradients, 16-bit weights to copy back, and a buffer. When stage 2 accumulates, each
@@ -169,7 +199,12 @@ class ZeroMemory:
                 self._grad_itemsize * self.partition_numel,
                 *(4 * size for size in self._sub_groups),
             ]
+        # Masters, fp32 gradients, and `param_buffer_of_bit16_for_cpu_offload_groups`, in which the
+        # update's result is rounded before it is copied to the device.
         copies = [size * length for length in self.partition_sizes for size in (4, 4, e)]
+        # Stage 2 reduces each micro-batch and keeps the sum on the host between them
+        # (`accumulated_grads_in_cpu`). Stage 1 reduces once a step, and a wider sum stays on the
+        # device.
         accumulates = zero.stage == 2 and zero.accumulation > 1 and not zero.accumulates_wider
         return [
             *copies,
@@ -179,8 +214,9 @@ class ZeroMemory:
 
     @cached_property
     def pinned(self) -> list[int]:
-        """Return the bytes of each page-locked tensor. Moments and ZeRO-3's masters are
-        pageable.
+        """Return the bytes of each page-locked tensor.
+
+        Moments and ZeRO-3's masters are pageable.
         """
         zero = self.settings
         parameters = [
@@ -190,24 +226,30 @@ class ZeroMemory:
 
     @cached_property
     def _host_bytes(self) -> float:
-        """Return the bytes on the host, except moments and ZeRO-3's masters. A CPU rank
-        page-locks nothing.
+        """Return the bytes on the host, except moments and ZeRO-3's masters.
+
+        A CPU rank page-locks nothing.
         """
         parameters = (
             self.settings.itemsize * self.partition_numel if self.settings.offload_param else 0
         )
+        # The rounding is of each tensor by itself: two tensors of 3 GiB page-lock 4 GiB each, one
+        # of 6 GiB would page-lock 8.
         rounding = 0 if self.settings.cpu else sum(page_locked(size) - size for size in self.pinned)
         return float(parameters + sum(self._host_optimizer_tensors) + rounding)
 
     @cached_property
     def _sub_groups(self) -> list[int]:
-        """Return the elements of ZeRO-3's sub-groups, which the optimizer updates one after
-        another (stage3.py).
+        """Return the elements of ZeRO-3's sub-groups (stage3.py).
+
+        The optimizer updates them one after another.
         """
         sub_groups = []
         for group in self.parameters.groups:
             filled = 0
             for size in group:
+                # The parameter that reaches `sub_group_size` still belongs to the sub-group
+                # (`_create_fp16_sub_groups`), so a sub-group may be larger than the setting.
                 filled += -(-size // self.settings.data)
                 if filled >= self.settings.sub_group:
                     sub_groups.append(filled)
@@ -217,15 +259,17 @@ class ZeroMemory:
 
     @property
     def _grad_itemsize(self) -> int:
-        """Return the bytes of an element of kept gradients: of the wider dtype, accumulation's
-        or the run's.
+        """Return the bytes of an element of kept gradients.
+
+        Of the run's dtype and accumulation's it is the wider one's.
         """
         return max(self.settings.grad_accum_itemsize, self.settings.itemsize)
 
     @property
     def _reduced_gradients(self) -> float:
-        """Return the bytes of reduced gradients of this rank's partition, which stages 1 and 2
-        keep for the step.
+        """Return the bytes of reduced gradients of this rank's partition.
+
+        Stages 1 and 2 keep them for the step.
         """
         if self.settings.accumulates_wider:
             return float(self.settings.grad_accum_itemsize * self.partition_numel)
@@ -253,6 +297,13 @@ class ZeroMemory:
     ) -> StateBytes:
         """Return the bytes at a moment inside the last micro-batch of a step.
 
+        Where the gradients are, by stage, between two layers' backward:
+
+            0, BF16_Optimizer   all finished ones, in `parameter.grad`
+            1                   all finished ones and, from the first on, the bucket
+            1 with overlap, 2   the unreduced ones in the bucket, the reduced ones of this rank
+            3                   the reduced ones of this rank, in a permanent tensor
+
         Args:
             phase: "forward" or "backward".
             finished: elements of the gradients that this micro-batch has finished.
@@ -268,15 +319,22 @@ class ZeroMemory:
             copies = self._cast_copies(e) if phase == "backward" else 0.0
             gathered = states.gathered + self.gathered_by_layer[phase, layer]
             return states._replace(gathered=gathered, buffers=states.buffers + copies)
+        # The last micro-batch has the peak: with accumulation the sums of all parameters exist
+        # before its backward starts. Without, gradients appear as backward finishes them.
         gradient_numel = total if accumulates else min(finished, total)
         if zero.stage == 0 or zero.keeps_gradients_in_place or zero.separate_fp32_grads:
             return states._replace(gradients=e * gradient_numel)
         if zero.stage == 1 and not zero.overlap:
+            # DeepSpeed reduces here only after the step's last backward (`reduce_gradients`). The
+            # first gradient's hook makes the bucket (`setup_buckets`), with accumulation in the
+            # first micro-batch.
             bucket = self._grad_itemsize * self.bucket if phase == "backward" or accumulates else 0
             return states._replace(
                 gradients=self._grad_itemsize * gradient_numel, buffers=states.buffers + bucket
             )
         accumulated = 0.0
+        # Stage 2 with offload keeps the sums of earlier micro-batches in host memory, unless they
+        # are in a wider dtype.
         if accumulates and (zero.accumulates_wider or not zero.offload_optimizer):
             accumulated = (
                 self._grad_itemsize * total if zero.stage == 1 else self._reduced_gradients
@@ -285,9 +343,13 @@ class ZeroMemory:
             return states._replace(gradients=accumulated)
         gradients = accumulated
         flattened = 0.0
+        # `contiguous_gradients` moves each finished gradient into the bucket, so until the first
+        # bucket is full they take no memory of their own.
         if finished > self.bucket:  # at least one bucket has been reduced
             gradients = self._add_reduced(accumulated)
             flattened = self._reduction_copies(self.bucket)
+        # `set_norm_for_param_grad_in_gpu` converts one whole gradient to fp64 for its norm, at most
+        # the largest parameter's.
         norm = (
             NORM_BYTES * self.parameters.largest
             if zero.offload_optimizer and zero.stage == 2
@@ -300,17 +362,20 @@ class ZeroMemory:
         )
 
     def _add_reduced(self, accumulated: float) -> float:
-        """Return the bytes of gradients once a bucket is reduced. Wider accumulation adds the
-        reduced ones in place.
+        """Return the bytes of gradients once a bucket is reduced.
+
+        Wider accumulation adds the reduced ones in place.
         """
         if self.settings.accumulates_wider:
             return max(accumulated, self._reduced_gradients)
+        # Both exist until the epilogue adds the new gradients to the sums (`all_grad_tensors`).
         return accumulated + self._reduced_gradients
 
     @property
     def _bucket_bytes(self) -> int:
-        """Return the bytes of the buckets in the run's dtype. With `overlap_comm` one fills
-        while one is reduced.
+        """Return the bytes of the buckets in the run's dtype.
+
+        With `overlap_comm` one fills while one is reduced.
         """
         return self.settings.itemsize * self.bucket * (2 if self.settings.overlap else 1)
 
@@ -326,11 +391,22 @@ class ZeroMemory:
                 zero.stage == 0 or zero.separate_fp32_grads
             ):  # a flat copy, and its cast to another dtype
                 copied = sum({self._grad_itemsize, zero.communication_itemsize})
+            # A set, because a cast to the same dtype returns the flat tensor itself. A single
+            # replica has nothing to send.
             flattened = copied * min(total, ALLREDUCE_BUCKET) if zero.data > 1 else 0
             return states._replace(buffers=states.buffers + flattened)
         if zero.stage == 1 and not zero.overlap:
             # Gradients move into the bucket. When it is full, the buffer of reduced gradients is
             # allocated.
+            #
+            # Drawn with a bucket of 10 elements and parameters of 6 + 3 + 6 + 2: the bucket takes 6
+            # + 3, and the third does not fit.
+            #
+            #     before        gradients 6 3 6 2    bucket (empty)
+            #     reducing      gradients     6 2    bucket (6 + 3), and its copies if it is cast
+            #     afterwards    gradients     6 2    bucket, and the buffer of reduced gradients
+            #
+            # Which line is the largest depends on the sizes.
             itemsize = self._grad_itemsize
             offsets = itertools.accumulate(self.parameters.matrices, initial=0)
             unmoved = itemsize * (
@@ -356,15 +432,19 @@ class ZeroMemory:
         Without `overlap_comm` DeepSpeed reduces a flat copy.
         """
         itemsize = self.settings.itemsize
+        # `allreduce_bucket` flattens a list of slices into a new tensor, and casts that one if the
+        # dtypes differ.
         return self._cast_copies(itemsize) or (0 if self.settings.overlap else itemsize * numel)
 
     def _cast_copies(self, itemsize: int) -> float:
-        """Return the bytes of a bucket's flat copy and of its cast to `communication_data_type`; 0
-        without a cast.
+        """Return the bytes of a bucket's flat copy and of its cast to `communication_data_type`.
+
+        Without a cast they are 0.
 
         Args:
             itemsize: bytes of an element of the bucket.
         """
+        # `tensor.to` returns the tensor itself where the dtypes are equal.
         if self.settings.communication_itemsize == itemsize or self.settings.data == 1:
             return 0.0
         return float(
@@ -373,17 +453,21 @@ class ZeroMemory:
         )
 
     def in_grad_conversion(self) -> StateBytes:
-        """Return the peak while gradients are converted to fp32 for the masters, before the
-        optimizer steps.
+        """Return the peak while gradients are converted to fp32, before the optimizer steps.
 
         Stages 1 to 3 flatten the gradients of a group and convert the flat tensor, while the
-        gradients still exist.
+        gradients still exist. bf16, 100 elements in the largest partition, no offload:
+
+            gradients  200 bytes    what backward left
+            buffers    200          the flat copy
+            gradients  400          fp32, which the optimizer reads
         """
         zero = self.settings
         states = self.states
         e = self.settings.itemsize
         if zero.stage == 0:
             total = self.parameters.total
+            # Without ZeRO the fp32 copy is of all gradients at once.
             return states._replace(gradients=e * total + (4 * total if e < 4 else 0))
         if zero.offload_optimizer:
             if zero.stage == 3:
@@ -399,6 +483,7 @@ class ZeroMemory:
                 gradients=self._reduced_gradients, buffers=states.buffers + bucket
             )
         if zero.separate_fp32_grads:
+            # BF16_Optimizer converts nothing: its fp32 sums are permanent, in `states.buffers`.
             return states._replace(gradients=e * self.parameters.total)
         updated = self._update_numel
         if zero.stage == 3:
@@ -412,12 +497,15 @@ class ZeroMemory:
             )
         if zero.accumulates_wider:
             return states._replace(gradients=self._reduced_gradients)
+        # One group after another, so only the largest counts. Its flat 16-bit tensor lives until
+        # its fp32 copy exists (`flat_grad_partition` in `step`).
         gradients = self._reduced_gradients + 4 * updated
         return states._replace(gradients=gradients, buffers=(e if e < 4 else 0) * updated)
 
     def in_update(self) -> StateBytes:
-        """Return the peak of the optimizer's update, which creates the moments in a run's first
-        step.
+        """Return the peak of the optimizer's update.
+
+        A run's first update creates the moments.
         """
         zero = self.settings
         states = self.in_grad_conversion()
@@ -426,6 +514,8 @@ class ZeroMemory:
             largest = self.parameters.largest
             return states._replace(buffers=self._temporaries(largest, 3, total))
         updated = self._update_numel
+        # The partition of a group is one flat tensor, so "all tensors" of a call of the optimizer
+        # are this one.
         temporaries = self._temporaries(updated, 2, updated)
         if zero.offload_optimizer:
             return states._replace(host=states.host + temporaries)
@@ -437,8 +527,9 @@ class ZeroMemory:
 
     @property
     def _update_numel(self) -> int:
-        """Return the elements that the optimizer updates at once: the largest group, or stage
-        3's sub-group.
+        """Return the elements that the optimizer updates at once.
+
+        These are the largest group's, or those of stage 3's largest sub-group.
         """
         return max(self.partition_sizes if self.settings.stage < 3 else self._sub_groups)
 
@@ -452,5 +543,7 @@ class ZeroMemory:
         """
         if not self.settings.torch_optimizer:
             return 0.0
+        # torch's default is "foreach" on an accelerator, which works on all tensors at once, and a
+        # loop over tensors on a CPU.
         host = self.settings.cpu or self.settings.offload_optimizer
         return 4.0 * (count * largest if host else total)

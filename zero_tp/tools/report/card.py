@@ -26,6 +26,7 @@ def model_card(checkpoint: RunCheckpoint) -> str:
     manifest = checkpoint.manifest
     task = "fill-mask" if manifest.generation is None else "text-generation"
     data = ModelCardData(library_name="transformers", pipeline_tag=task, tags=["zero_tp"])
+    # RUN/checkpoints/step_00000500: the run is two levels up.
     run = checkpoint.path.resolve().parent.parent
     facts = _facts(manifest) | {"losses": _losses(run, manifest.step)}
     facts["libraries"] = ", ".join(
@@ -39,8 +40,9 @@ def model_card(checkpoint: RunCheckpoint) -> str:
 
 
 def _facts(manifest: Manifest) -> dict[str, str]:
-    """Format the manifest's training settings; "" for missing ones, as in a Trainer's
-    checkpoint.
+    """Format the manifest's training settings.
+
+    A missing one is "", as in a Trainer's checkpoint.
     """
     fixed = manifest.fixed
     step = manifest.step
@@ -79,8 +81,9 @@ def _format_settings(settings: dict[str, Any]) -> str:
 
 
 def _losses(run: Path, step: int) -> str:
-    """Return the last losses up to this step; "" if the run's metrics are gone: an export needs
-    none.
+    """Return the last losses up to this step.
+
+    They are "" if the run's metrics are gone, because an export needs none.
     """
     try:
         (metrics,) = read_runs([run])
@@ -88,6 +91,7 @@ def _losses(run: Path, step: int) -> str:
         return ""
     losses = []
     for name, label in LOSSES.items():
+        # The run may have continued after this checkpoint.
         logged = [pair for pair in metrics.series.get(name, {}).items() if pair[0] <= step]
         losses += [f"{label} {value:.4f} at step {last_step:,}" for last_step, value in logged[-1:]]
     return ", ".join(losses)

@@ -37,8 +37,9 @@ LOGARITHMIC = ("loss", "gradient norm", "loss scale")
 
 
 def panels(runs: list[Run]) -> dict[str, dict[str, str]]:
-    """Return the panels that have something to show: PANELS, then evaluations, then the
-    objective's other figures.
+    """Return the panels that have something to show.
+
+    PANELS come first, then evaluations, then the objective's other figures.
     """
     names = dict.fromkeys(name for run in runs for name in run.series)
     drawn = {name for series in PANELS.values() for name in series} | {
@@ -66,8 +67,9 @@ def _has(run: Run, name: str) -> bool:
 
 
 def equals_mfu(runs: list[Run], name: str) -> bool:
-    """Return whether the name is "hfu", and it equals the MFU in all runs because nothing was
-    recomputed.
+    """Return whether the name is "hfu" and it equals the MFU in all runs.
+
+    It does if nothing was recomputed.
     """
     return name == "hfu" and all(run.finite("hfu") == run.finite("mfu") for run in runs)
 
@@ -90,6 +92,8 @@ def draw_runs(runs: list[Run], against: str) -> Any:
     ]
     ends = [run.last_step * x_scale for run, x_scale in zip(runs, x_scales, strict=True)]
     starts = [run.first_step * x_scale for run, x_scale in zip(runs, x_scales, strict=True)]
+    # On a linear axis a run of a fifth of the length or less would be a short piece at the left
+    # edge.
     logarithmic = max(ends) > 5 * min(ends) and min(starts) > 0
     left, right = (
         (0.9 * min(starts), 1.1 * max(ends))
@@ -162,6 +166,7 @@ class Curve:
 
 def _curves(runs: list[Run], labels: dict[str, str]) -> Iterator[Curve]:
     """Yield the curves of a panel, run by run."""
+    # Two curves on top of each other would look like one with a wrong label.
     labels = {name: label for name, label in labels.items() if not equals_mfu(runs, name)}
     for number, run in enumerate(runs):
         for index, (name, label) in enumerate(labels.items()):
@@ -170,6 +175,7 @@ def _curves(runs: list[Run], labels: dict[str, str]) -> Iterator[Curve]:
             factor = 100 if name in PERCENT else 1
             values = [factor * value for value in run.series[name].values()]
             is_noisy = not is_evaluation(name) and name not in NOT_NOISY and len(values) > SMOOTHING
+            # The same object if not smoothed: `is_smoothed` compares identities.
             line = smoothed(values) if is_noisy else values
             yield Curve(number, index, name, label, list(run.series[name]), values, line)
 
@@ -177,8 +183,9 @@ def _curves(runs: list[Run], labels: dict[str, str]) -> Iterator[Curve]:
 def _draw_panel(
     axes: Any, runs: list[Run], x_scales: list[float], labels: dict[str, str]
 ) -> list[float]:
-    """Draw one run with a colour for each series, or several runs with a colour for each; return
-    all finite values.
+    """Draw the curves of a panel and return all finite values.
+
+    Of one run each series has a colour, of several runs each run.
 
     Evaluations are joined points. A noisy series is drawn as its average over its pale raw values.
     """
@@ -186,6 +193,7 @@ def _draw_panel(
     finite = list[float]()
     for curve in _curves(runs, labels):
         style = _line_style(curve.run if several else curve.index)
+        # With several runs the colour names the run, so a panel's second series needs another line.
         if several and curve.index:
             style |= {"linestyle": "-."}
         xs = [x_scales[curve.run] * step for step in curve.steps]
@@ -221,11 +229,14 @@ def value_tables(runs: list[Run]) -> Iterator[str]:
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Return the exponential moving average over a fiftieth of the values, unbiased at its start;
-    nan is skipped.
+    """Return the exponential moving average over a fiftieth of the values.
+
+    It is unbiased at its start, and skips nan.
 
     With decay d it is Σ dⁱ·x₋ᵢ / Σ dⁱ, d = 1 - 2/(n/50 + 1).
     """
+    # n = 500: a span of 10 values and d = 1 - 2/11 = 0.82. An average that starts at 0 is too small
+    # at first; dividing by the weights so far corrects that.
     decay = 1 - 2 / (max(1.0, len(values) / SMOOTHING) + 1)
     total = weight = 0.0
     averages = []

@@ -1,5 +1,6 @@
-"""Write the report of runs as a page: curves with their values, key numbers, and differences
-between configs.
+"""Write the report of runs as a page.
+
+It has curves with their values, key numbers, and differences between configs.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def write_report(
             can't be written.
     """
     runs = read_runs(directories)
+    # Runs with other batches see another number of tokens in a step; against steps the larger batch
+    # would look better than it is.
     sizes = {run.tokens_per_step for run in runs}
     if against == "tokens" and None in sizes:
         without = next(run for run in runs if run.tokens_per_step is None)

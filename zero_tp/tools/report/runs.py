@@ -72,6 +72,10 @@ def read_runs(directories: list[Path]) -> list[Run]:
         if path in absolute[:number]:
             raise UserError(f"{directories[number]}: given twice")
     parts = 1
+    # runs/a/seed1, runs/b/seed1 and runs/b/seed2:
+    #
+    #     1 part     seed1 seed1 seed2          2 names for 3 runs
+    #     2 parts    a/seed1 b/seed1 b/seed2    3 names
     while len(names := {"/".join(path.parts[-parts:]): path for path in absolute}) < len(absolute):
         parts += 1
     shown = (
@@ -86,10 +90,13 @@ def _read(directory: Path, name: str) -> Run:
     path = directory / METRICS_FILE
     try:
         with open_regular(path) as lines:
+            # A line without its end is being written. It can only be the last one.
             for line in itertools.takewhile(lambda line: line.endswith(b"\n"), lines):
                 step, numbers = read_line(line) or (0, None)
                 unreadable += numbers is None
                 for key, value in (numbers or {}).items():
+                    # The last line of a step counts: a resumed run trains the steps after its
+                    # checkpoint again.
                     logged.setdefault(key, {})[step] = value
     except OSError as error:
         raise UserError(
@@ -108,6 +115,7 @@ def _read(directory: Path, name: str) -> Run:
         raise UserError(f"{directory / CONFIG}: not a run's config ({reason})") from None
     if isinstance(config.get("comet"), dict):
         config["comet"].pop("api_key", None)  # people share reports
+    # After a resume the file goes back to an earlier step.
     in_order = {key: dict(sorted(series.items())) for key, series in logged.items()}
     return Run(name, directory, in_order, config, unreadable)
 

@@ -1,5 +1,6 @@
-"""Micro-batches of an ordinary data loader: padded for sequence parallelism, compared over TP,
-their labels counted.
+"""Micro-batches of an ordinary data loader.
+
+They are padded for sequence parallelism and compared over TP, and their labels are counted.
 
 b rows, s tokens of a row.
 """
@@ -41,6 +42,13 @@ def pad_for_sequence_parallelism(
     if ids is None or not topology.sequence or ids.shape[1] % topology.tensor == 0:
         return dict(inputs)  # without `input_ids` the forward refuses the other arguments by name
     length = ids.shape[1]
+    # A row of 5 tokens at TP 4, where ranks have 2 tokens each:
+    #
+    #     input_ids        a  b  c  d  e  0  0  0
+    #     attention_mask   1  1  1  1  1  0  0  0
+    #     position_ids     0  1  2  3  4  0  0  0
+    #     labels           a  b  c  d  e  -100 …
+    #     document_ids     0  0  0  1  1 -1 -1 -1     in packed rows, instead of the mask
     missing = -length % topology.tensor
     arguments = {name: value for name, value in inputs.items() if value is not None}
     if not causal or ("position_ids" not in arguments and "document_ids" not in arguments):
@@ -50,6 +58,7 @@ def pad_for_sequence_parallelism(
     arguments.setdefault("position_ids", torch.arange(length, device=ids.device)[None])
     padded = {
         name: F.pad(value, (0, missing), value=PADDING.get(name, 0))
+        # By shape and not by name: a data collator may add arguments with a value for each token.
         if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == length
         else value
         for name, value in arguments.items()
@@ -58,8 +67,9 @@ def pad_for_sequence_parallelism(
 
 
 class SampleComparison:
-    """Compares a micro-batch between the ranks of a TP group, with an all-reduce of two numbers; at
-    TP 1 does nothing.
+    """Compares a micro-batch between the ranks of a TP group.
+
+    It costs an all-reduce of two numbers; at TP 1 it does nothing.
 
     `require_same` makes the host wait until the device has finished all work enqueued before the
     comparison. Call it after the forward has been enqueued: the device then computes the forward
@@ -79,6 +89,7 @@ class SampleComparison:
         self._differs: HostCopy | None = None
         if topology.tensor == 1:
             return
+        # Sorted by name: a rank whose dictionary has another order must not look different.
         tensors = {
             name: value for name, value in sorted(inputs.items()) if isinstance(value, Tensor)
         }
@@ -110,8 +121,9 @@ def count_labels(
     shifted: bool,
     over_data_parallel: bool,
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Return (labelled tokens, labelled rows) of a step's micro-batches; None for both without
-    labels.
+    """Return (labelled tokens, labelled rows) of a step's micro-batches.
+
+    Without labels both are None.
 
     Args:
         shifted: the first token of a row is no label, as a causal model shifts them.
@@ -124,9 +136,12 @@ def count_labels(
         labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"]
         if shifted and "shift_labels" not in batch:
             labels = labels[..., 1:]
+        # Each micro-batch's count moves to the device by itself, and no number comes back: the
+        # divisor is needed on the device only.
         tokens = tokens + (labels != IGNORE_INDEX).sum().to(device)
         if "next_sentence_label" in batch:
             rows = rows + (batch["next_sentence_label"] != IGNORE_INDEX).sum().to(device)
+    # Two numbers in one all-reduce: a collective this small costs its latency.
     counts = torch.stack([tokens, rows])
     if over_data_parallel:
         counts = all_reduce(counts, topology.data_group)

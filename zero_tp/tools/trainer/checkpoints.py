@@ -50,6 +50,7 @@ def save_states(
         settings = zero.settings
         model = describe_model(zero)
         if zero.scheduler is None:
+            # One that Trainer steps. DeepSpeed's own is among what `describe_model` has.
             model["progress"]["schedule"] = scheduler.state_dict()
         return {
             **Parallelism(
@@ -62,6 +63,8 @@ def save_states(
             "config": settings.written(),
         }
 
+    # `checkpoint-500/` then has Trainer's files and a directory `checkpoints/step_00000500`, as a
+    # run has it.
     saver = Saver(zero, folder, describe, timeout_minutes=timeout_minutes)
     saver.save(step)
     outcome = saver.outcome()
@@ -80,6 +83,8 @@ def has_only_weights(folder: Path) -> bool:
     """
 
     def find() -> bool:
+        # If there are states of another library's optimizer too, starting a new optimizer would
+        # silently lose them.
         states = [path for pattern in STATES for path in folder.glob(pattern)]
         return not states and any(folder.glob("*.safetensors"))
 
@@ -88,8 +93,9 @@ def has_only_weights(folder: Path) -> bool:
 
 @torch.no_grad()
 def load_weights(model: ParallelModel, folder: Path) -> None:
-    """Fill a model that no engine has partitioned with the weights of a checkpoint; a rank reads
-    its slices.
+    """Fill a model with the weights of a checkpoint.
+
+    No engine may have partitioned it yet. Each rank reads its slices.
     """
     source = PretrainedSource(folder, model.config)
     if source.new_heads:
@@ -113,6 +119,8 @@ def resume_states(zero: ZeroEngine, scheduler: Any, folder: Path, seed: int) -> 
     checkpoint = find_on_all_ranks(partial(find_checkpoint, folder))
     assert checkpoint is not None
     optimizer = zero.states().optimizer
+    # Adam's moments are `exp_avg` and `exp_avg_sq`, SGD's momentum `momentum_buffer`: neither has a
+    # meaning for the other.
     foreign = "exp_avg" if isinstance(optimizer, torch.optim.SGD) else "momentum_buffer"
     if foreign in checkpoint.manifest.kinds:
         raise UserError(

@@ -1,5 +1,6 @@
-"""Training arguments that DeepSpeed's config has keys for: a key that it leaves out counts as
-"auto".
+"""Training arguments that DeepSpeed's config has keys for.
+
+A key that the config leaves out counts as "auto".
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ def fill_left_out_keys(deepspeed_config: Any, args: Any) -> None:
     Raises:
         UserError: a training argument that has no key, beside the block that replaces it.
     """
+    # What a key of DeepSpeed's config becomes, with `weight_decay=0.1` in TrainingArguments:
+    #
+    #     written          transformers     here
+    #     "auto"           0.1              0.1
+    #     0.05             an error         an error: they disagree
+    #     left out         DeepSpeed's own  0.1
     values = deepspeed_config.config
     for block, argument in WITHOUT_KEY.items():
         if block in values and getattr(args, argument, None):

@@ -44,8 +44,9 @@ update the tensor.
 
 
 class SteppedEngine:
-    """Replaces accelerate's wrapper of a DeepSpeed engine: runs backward and, at a step's end, the
-    update.
+    """Replaces accelerate's wrapper of a DeepSpeed engine.
+
+    It runs backward and, at a step's end, the update.
 
     Attributes:
         zero: the engine of the ZeRO stage; it computes the norm and clips. deepspeed_engine:
@@ -57,19 +58,26 @@ class SteppedEngine:
         self.deepspeed_engine = zero.deepspeed_engine
 
     def backward(self, loss: Tensor, sync_gradients: bool = True, **options: Any) -> None:
-        """Run a micro-batch's backward; after the last one of a step clip the gradients and
-        update the weights.
+        """Run a micro-batch's backward.
+
+        After the last one of a step, clip the gradients and update the weights.
         """
+        # Trainer decides what a step is, also where an epoch ends with fewer micro-batches;
+        # DeepSpeed would count to its own accumulation.
         self.deepspeed_engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.zero.backward(loss, **options)
+        # Between backward and update: a partial gradient that no hook has summed over TP must not
+        # reach the weights.
         check_hooks(self.zero.model)
         if sync_gradients:
             self.zero.step()
 
     def get_global_grad_norm(self) -> Tensor | float:
-        """Return the last step's norm before clipping; nan when its gradients were not finite
-        and it was skipped.
+        """Return the last step's norm before clipping.
+
+        It is nan if the gradients were not finite and the step was skipped.
         """
+        # Not DeepSpeed's, which is None at stage 0 in fp32 and a tensor or a float elsewhere.
         return self.zero.norm_and_skipped()[0]
 
 
@@ -104,6 +112,8 @@ class TensorParallelAccelerator(Accelerator):
         self.topology = topology
         self.clipping = clipping
         self.on_engine = on_engine
+        # By default accelerate reads an iterable data set on rank 0 only and slices each batch for
+        # all ranks.
         self.dataloader_config.dispatch_batches = (
             False  # accelerate dispatches to all ranks, so every rank reads
         )
@@ -116,6 +126,11 @@ class TensorParallelAccelerator(Accelerator):
         """Gather tensors from the first rank of each TP group."""
 
         def first_of_group(gathered: Tensor) -> Tensor:
+            # TP 2 × DP 2, one row a rank; a TP group has the same row twice:
+            #
+            #     gathered      a a b b       [4]
+            #     unflattened   a a / b b     [2, 2, 1]
+            #     first ranks   a / b         [2, 1], then [2]
             return gathered.unflatten(0, (self.topology.data, self.topology.tensor, -1))[
                 :, 0
             ].flatten(0, 1)
@@ -133,7 +148,11 @@ class TensorParallelAccelerator(Accelerator):
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer = _sharded_optimizer(optimizer, settings)
         zero = zero_engine(settings, self.topology)
+        # Under plain Trainer a schedule of DeepSpeed's config starts where DeepSpeed starts it;
+        # `pretrain` corrects its first steps.
         zero.native_schedule_start = True
+        # The order counts: layouts and frozen parameters are checked before DeepSpeed partitions
+        # the model, replicas after it has broadcast weights over DP.
         audit(model, self.topology)
         check_trainable(model)
         zero.initialize(model, optimizer.params if isinstance(optimizer, DummyOptim) else optimizer)
@@ -143,6 +162,8 @@ class TensorParallelAccelerator(Accelerator):
         if not hasattr(zero.optimizer, "defaults"):
             # Some schedules read the rate there.
             zero.optimizer.defaults = zero.deepspeed_engine.basic_optimizer.defaults
+        # accelerate's wrapper: its `step` and `zero_grad` do nothing, because `backward` above has
+        # done both.
         wrapped = DeepSpeedOptimizerWrapper(zero.optimizer)
         result = [
             zero.deepspeed_engine,
@@ -173,6 +194,8 @@ def finalized_settings(
     """Return DeepSpeed's settings with accelerate's values and the batch of data-parallel ranks
     filled in.
     """
+    # It fills in what is "auto". ZeRO-3's gathering on save must be off: it would join the pieces
+    # of one TP rank, and zero_tp writes whole weights by itself.
     plugin.deepspeed_config_process(
         must_match=False,
         **{
@@ -186,6 +209,7 @@ def finalized_settings(
     )  # Trainer's None clips nothing
     micro = values["train_micro_batch_size_per_gpu"]
     accumulation = values["gradient_accumulation_steps"]
+    # accelerate multiplies by all ranks; those of a TP group have the same samples.
     values["train_batch_size"] = micro * accumulation * topology.data
     if values.get("steps_per_print") == float("inf"):  # accelerate's "never", which no JSON can say
         values["steps_per_print"] = sys.maxsize
@@ -205,8 +229,9 @@ def finalized_settings(
 def _sharded_optimizer(
     optimizer: torch.optim.Optimizer, settings: DeepSpeedSettings
 ) -> torch.optim.Optimizer:
-    """Return the optimizer, or DeepSpeed's of its kind for states that are offloaded, as
-    accelerate does.
+    """Return the optimizer that updates a rank's shards.
+
+    For states that are offloaded it is DeepSpeed's of the same kind, as with accelerate.
     """
     name = type(optimizer).__name__
     library = type(optimizer).__module__.partition(".")[
@@ -226,13 +251,15 @@ def _sharded_optimizer(
     offloaded = settings.zero_optimization.optimizer_device != "none"
     if not offloaded or not settings.zero_force_ds_cpu_optimizer:
         return optimizer
+    # DeepSpeedCPUAdam for an Adam: it updates states in host memory on the host.
     mapped: torch.optim.Optimizer = map_pytorch_optim_to_deepspeed(optimizer)
     return mapped
 
 
 def _scheduler(dummy: Any, zero: ZeroEngine, optimizer: Any) -> Any:
-    """Return the scheduler of accelerate's `dummy`, or the wrapper of DeepSpeed's own, which its
-    engine steps.
+    """Return the scheduler that Trainer steps.
+
+    It is that of accelerate's `dummy`, or a wrapper of DeepSpeed's own, which its engine steps.
     """
     if zero.scheduler is not None:
         return DeepSpeedSchedulerWrapper(zero.scheduler, optimizer)

@@ -1,5 +1,6 @@
-"""transformers' Trainer on tensor-parallel ranks; `TensorParallel` does the same for a subclass of
-Trainer.
+"""transformers' Trainer on tensor-parallel ranks.
+
+`TensorParallel` does the same for a subclass of Trainer.
 
 Trainer keeps its loop, arguments, callbacks and metrics. This module replaces the distribution of
 samples over ranks, the divisor of a step's loss, the engine, and checkpoints.
@@ -110,6 +111,7 @@ class TensorParallel(Base):
             UserError: no DeepSpeed config; frozen parameters; an argument that is not exact here;
                 an architecture or sizes that TP can't split.
         """
+        # By the classes' module, because trl may not be installed.
         if any(base.__module__.partition(".")[0] == "trl" for base in type(self).__mro__):
             raise UserError(
                 "trl's trainers multiply hidden states by the whole output layer, of which a rank "
@@ -131,6 +133,7 @@ class TensorParallel(Base):
                 f"{model.topology.tensor}; "
                 "leave tensor_parallel out"
             )
+        # Reading `args.device` in it connects the ranks; the topology below needs their number.
         _check_arguments(args, tensor_parallel)
         ignore_deprecated_collectives()
         if isinstance(model, ParallelModel):
@@ -153,13 +156,16 @@ class TensorParallel(Base):
                 "give optimizer_cls_and_kwargs"
             )
         self.model_accepts_loss_kwargs = True  # losses of tokens and of rows are sums here
+        # By default Trainer takes every forward argument with "label" in its name for one,
+        # `shift_labels` too, and without it in the rows would report no `eval_loss`.
         if args.label_names is None and not self.model.spec.sentence_head:
             self.label_names = ["labels"]
         self._announce_the_mean(args)
 
     def _announce_the_mean(self, args: TrainingArguments) -> None:
-        """Warn where plain Trainer's loss is a sum of means. `args` has DeepSpeed's accumulation
-        by now.
+        """Warn where plain Trainer's loss is a sum of means.
+
+        `args` has DeepSpeed's accumulation by now.
         """
         sums_replicas = self.topology.data > 1 and args.average_tokens_across_devices
         sums_losses = not self.model.spec.causal and (
@@ -182,6 +188,8 @@ class TensorParallel(Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Replace Trainer's accelerator by ours."""
+        # First Trainer's own: it reads DeepSpeed's config into accelerate's state, which all
+        # accelerators of a process share.
         super().create_accelerator_and_postprocess()
         if not self.is_deepspeed_enabled:
             raise UserError(
@@ -197,6 +205,7 @@ class TensorParallel(Base):
         clipping = self.args.max_grad_norm
         on_engine = partial(setattr, self, "zero")
         self.accelerator = TensorParallelAccelerator(self.topology, clipping, on_engine, **options)
+        # Trainer has stored the method of the accelerator that was just replaced.
         self.gather_function = self.accelerator.gather_for_metrics
 
     def get_tp_size(self) -> int:
@@ -204,6 +213,12 @@ class TensorParallel(Base):
 
     def _get_dataloader(self, *arguments: Any, **options: Any) -> Any:
         loader = super()._get_dataloader(*arguments, **options)
+        # Trainer seeds workers by num_workers · process_index + seed, other ones on each rank.
+        # Random crops or masks would then differ within a TP group:
+        #
+        #     TP 2 × DP 2        rank 0  1  2  3
+        #     Trainer's seeds         0  1  2  3
+        #     by data rank            0  0  1  1
         if loader.worker_init_fn is not None:  # workers of a TP group draw the same
             workers = self.args.dataloader_num_workers
             rank = self.topology.data_rank
@@ -211,6 +226,7 @@ class TensorParallel(Base):
         return loader
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> float:
+        # Trainer sums this over all ranks, and the ranks of a TP group report the same rows.
         return super().floating_point_ops(inputs) / self.topology.tensor
 
     # ---- the loss --------------------------------------------------------------------------------
@@ -218,9 +234,13 @@ class TensorParallel(Base):
     def _get_num_items_in_batch(
         self, batch_samples: Sequence[Mapping[str, Any]], device: Any
     ) -> Tensor | None:
-        """Return the labelled tokens of a step on all data-parallel ranks; keep its labelled
-        rows.
+        """Return the labelled tokens of a step on all data-parallel ranks.
+
+        Its labelled rows are kept for `compute_loss`.
         """
+        # Trainer's own would gather from all ranks and divide by TP, and knows no labelled rows.
+        # Its `compute_loss` multiplies the loss by the replicas again, because DeepSpeed's mean
+        # over DP divides by them.
         over_data = self.args.average_tokens_across_devices
         tokens, self._labelled_rows = count_labels(
             batch_samples,
@@ -238,6 +258,12 @@ class TensorParallel(Base):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
+        # One micro-batch on an accelerator, in the order of enqueuing:
+        #
+        #     device    compare (all-reduce)   forward .....................
+        #     host      enqueue, enqueue the forward, then wait for the comparison
+        #
+        # A host that waited first would leave the device idle meanwhile.
         comparison = SampleComparison(inputs, self.topology)
         if self.args.device.type == "cpu":
             comparison.require_same()
@@ -273,16 +299,21 @@ class TensorParallel(Base):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> Any:
+        # Logits of a vocabulary that is split would be gathered from all ranks and thrown away.
         if prediction_loss_only:
             inputs = {**inputs, "return_logits": False}
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
+        # Trainer would call `deepspeed_init(inference=True)`, which accepts ZeRO-3 only and makes
+        # an engine.
         if self.deepspeed is None:
             self.deepspeed = (
                 self.model
             )  # before any training the model is evaluated without an engine
         output = super().evaluation_loop(*arguments, **options)
+        # 8 samples in batches of 2, TP 2 × DP 2: 2 steps. Trainer divides by 2 · 4 ranks and would
+        # report 1.
         steps = math.ceil(output.num_samples / (self.args.eval_batch_size * self.topology.data))
         self._evaluation = output.metrics, steps
         return output
@@ -297,12 +328,15 @@ class TensorParallel(Base):
         return output
 
     def _correct_speed(self, metrics: dict[str, float]) -> None:
-        """Set the steps per second of an evaluation: Trainer divides the samples over all ranks,
-        not the replicas.
+        """Set the steps per second of an evaluation.
+
+        Trainer divides the samples over all ranks and not over the replicas.
 
         Figures that a script logs under such a name stay.
         """
         evaluated, steps = self._evaluation
+        # Only the dictionary of the last evaluation itself: Trainer logs the object that
+        # `evaluation_loop` returned.
         for name in metrics if metrics is evaluated else ():
             prefix, suffix, _ = name.partition("_steps_per_second")
             if suffix and (seconds := metrics.get(f"{prefix}_runtime")):
@@ -323,6 +357,7 @@ class TensorParallel(Base):
         if folder is not None and has_only_weights(folder):
             load_weights(self.model, folder)  # before the engine, which copies them
             folder = None
+        # None: Trainer would load DeepSpeed's own checkpoint, which needs the topology of the save.
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         if folder is not None:
             resume_states(self._engine, self.lr_scheduler, folder, self.args.seed)
@@ -352,6 +387,8 @@ class TensorParallel(Base):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the native Hugging Face model and the tokenizer. Collective over all ranks."""
+        # Trainer's `_save` returns at once on ranks that do not write. Here each rank has a shard
+        # to contribute. The flag means a model that transformers has split; then all ranks stay.
         loading = self.is_distributed_loading_by_transformers
         self.is_distributed_loading_by_transformers = True
         try:
@@ -366,9 +403,7 @@ class TensorParallel(Base):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _match_tokenizer(self, directory: Path) -> None:
-        """Make transformers open the tokenizer that it has saved with the same ids; see
-        `match_tokenizer`.
-        """
+        """Make transformers open the saved tokenizer with the same ids; see `match_tokenizer`."""
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             return
@@ -384,12 +419,15 @@ class TensorParallel(Base):
             )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Restore random states: a TP group takes its first rank's, because data collators draw
-        from them.
+        """Restore random states.
+
+        A TP group takes its first rank's, because data collators draw from them.
         """
         super()._load_rng_state(checkpoint)
         if checkpoint is None or self.topology.tensor == 1:
             return
+        # Trainer has one file for each rank of the save. On another topology a TP group would read
+        # files of different replicas.
         states = [(random.getstate(), np.random.get_state(), torch.get_rng_state())]
         dist.broadcast_object_list(states, group_src=0, group=self.topology.tensor_group)
         python, numpy, cpu = states[0]
@@ -403,8 +441,9 @@ class ZeroTPTrainer(TensorParallel, Trainer):  # type: ignore[misc]
 
 
 def _check_arguments(args: TrainingArguments, tensor: int = 1) -> None:
-    """Refuse arguments that are not exact on tensor-parallel ranks; connect the ranks and check
-    their number.
+    """Refuse arguments that are not exact on tensor-parallel ranks.
+
+    Also connects the ranks, and checks their number.
 
     Args:
         tensor: TP degree.
@@ -446,8 +485,9 @@ def _check_arguments(args: TrainingArguments, tensor: int = 1) -> None:
 
 
 def _check_batch(args: TrainingArguments, topology: Topology) -> None:
-    """Refuse a global batch in DeepSpeed's config: transformers would accept only one that
-    counts every rank.
+    """Refuse a global batch in DeepSpeed's config.
+
+    transformers would accept only one that counts every rank.
     """
     total = (
         HfDeepSpeedConfig(args.deepspeed).get_value("train_batch_size") if args.deepspeed else None
