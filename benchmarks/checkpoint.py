@@ -43,9 +43,8 @@ from zero_tp.run.checkpoint.start_point import Resume
 from zero_tp.run.config import RunConfig
 
 WARM_UP = 4  # until saves remove old checkpoints
-CHUNK = (
-    2**20
-)  # of plain writing and reading: larger ones are slower, they leave the processor's cache
+# Of plain writing and reading: larger ones are slower, they leave the processor's cache.
+CHUNK = 2**20
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,

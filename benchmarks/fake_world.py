@@ -133,9 +133,8 @@ class Clocks:
             ) -> Any:
                 if name == "broadcast":  # nobody sends, and uninitialised memory may hold NaN
                     tensor = arguments[0] if arguments else options["tensor"]
-                    if (
-                        tensor.is_floating_point() or tensor.dtype == torch.uint8
-                    ):  # zero.Init sends a weight's bytes
+                    # zero.Init sends a weight's bytes.
+                    if tensor.is_floating_point() or tensor.dtype == torch.uint8:
                         tensor.zero_()
                 if threading.get_ident() == self._main:
                     setattr(self._now, what, getattr(self._now, what) + 1)

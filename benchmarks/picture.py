@@ -63,11 +63,8 @@ def less_memory(axes: Axes) -> None:
         (row["parallel"], row["row"]): row["measured"] / MIB
         for row in newest("activation-memory")["layer_bytes"]
     }
-    kinds = {
-        "nothing recomputed": BLUE,
-        "selective": GREEN,
-        "full": RED,
-    }  # as the paper's table names them
+    # As the paper's table names them.
+    kinds = {"nothing recomputed": BLUE, "selective": GREEN, "full": RED}
     for number, (kind, colour) in enumerate(kinds.items()):
         heights = [rows[parallel, kind] for parallel in LAYERS.values()]
         places = [place + 0.27 * (number - 1) for place in range(len(LAYERS))]

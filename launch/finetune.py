@@ -37,9 +37,8 @@ from zero_tp.run.process.quiet import quiet_libraries
 from zero_tp.tools.evaluation.model_directory import usable_positions
 
 Record = dict[str, Any]  # one example of a file, or one tokenized row
-Split = tuple[
-    list[Record], list[Record]
-]  # examples, rows; Trainer drops the fields that `forward` does not take
+# Examples, rows; Trainer drops the fields that `forward` does not take.
+Split = tuple[list[Record], list[Record]]
 MAX_ANSWER_TOKENS = 30  # as in BERT's run_squad.py
 
 
@@ -318,9 +317,8 @@ def train_variant(options: argparse.Namespace) -> None:
     disable_shared_memory_collectives()
     names = {"label2id": labels, "id2label": dict(enumerate(labels))} if labels else {}
     config = transformers.AutoConfig.from_pretrained(options.model, **names)
-    config.pad_token_id = (
-        tokenizer.pad_token_id
-    )  # a decoder's head reads the last token before the padding
+    # A decoder's head reads the last token before the padding.
+    config.pad_token_id = tokenizer.pad_token_id
     auto_class = getattr(transformers, task.auto_class)
     pretrained = variant == "pretrained"
     model = (
@@ -354,9 +352,10 @@ def train_variant(options: argparse.Namespace) -> None:
         logging_steps=50,
         disable_tqdm=True,
     )
+    # None: pads.
     collator = (
         transformers.DataCollatorForMultipleChoice(tokenizer) if options.task == "race" else None
-    )  # None: pads
+    )
     trainer: Any = transformers.Trainer(
         model, arguments, collator, train[1], processing_class=tokenizer
     )

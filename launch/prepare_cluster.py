@@ -272,9 +272,8 @@ def main() -> None:
     # Workers may have another working directory.
     inputs = [word if word.startswith(HUB) else os.path.abspath(word) for word in options.input]
     output = Path(os.path.abspath(options.output))
-    find_reusable(
-        output, dict, overwrite=True
-    )  # refuses before the work what `merge` would refuse after it
+    # Refuses before the work what `merge` would refuse after it.
+    find_reusable(output, dict, overwrite=True)
     check_replaceable(output, (TOKENIZER,))
     reader = CorpusReader(inputs, options.text_key, options.documents)
     settings = {

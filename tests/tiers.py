@@ -48,9 +48,8 @@ def examples(first: int, thorough: int) -> hypothesis.settings:
 
     The simplest example always comes first, so that two are the fewest with a random one.
     """
-    profile = (
-        hypothesis.settings.get_current_profile_name()
-    )  # on a rank, which draws nothing, another
+    # On a rank, which draws nothing, another.
+    profile = hypothesis.settings.get_current_profile_name()
     of_profile = {"fast": min(first, 2), "thorough": thorough}
     return hypothesis.settings(max_examples=of_profile.get(profile, first))
 

@@ -56,7 +56,7 @@ _MODULES = {
     "CorpusStream": "zero_tp.data.datasets",
     "PrepareSettings": "zero_tp.tools.corpus.settings",
     "Prepared": "zero_tp.tools.corpus.settings",
-    "RunConfig": "zero_tp.config",
+    "RunConfig": "zero_tp.run.config",
     "Topology": "zero_tp.parallel.topology",
     "TrainState": "zero_tp.run.callback",
     "TrainingEngine": "zero_tp.engine.engine",

@@ -68,9 +68,8 @@ class Run:
         config = self.config
         zero = ZeroSettings.of(config, cpu=False)
         if self.program is Megatron2022:
-            zero = replace(
-                zero, grad_accum_itemsize=4, communication_itemsize=4
-            )  # which DeepSpeed refuses at stage 0
+            # Which DeepSpeed refuses at stage 0.
+            zero = replace(zero, grad_accum_itemsize=4, communication_itemsize=4)
         timing = self.program(
             spec=self.model.spec,
             workload=workload_of(config, cpu=False, varlen=self.device.varlen),

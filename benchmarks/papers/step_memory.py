@@ -47,9 +47,8 @@ def followed(engine: TrainingEngine) -> Iterator[MarkedAllocations]:
 
     def arrived(parameter: Tensor) -> None:
         grad = parameter.grad
-        if (
-            grad is not None and grad.untyped_storage().nbytes() == grad.nbytes
-        ):  # not part of a bucket
+        # Not part of a bucket.
+        if grad is not None and grad.untyped_storage().nbytes() == grad.nbytes:
             allocations.mark([grad], "gradients")
 
     handles = [

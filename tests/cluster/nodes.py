@@ -91,9 +91,8 @@ class Space:
         def ready() -> bool:
             assert self.starter.poll() is None, "the namespaces could not be made"
             for each in psutil.Process(self.starter.pid).children(recursive=True):
-                with contextlib.suppress(
-                    psutil.NoSuchProcess
-                ):  # a command of `first` that has ended
+                # A command of `first` that has ended.
+                with contextlib.suppress(psutil.NoSuchProcess):
                     self.pid = each.pid if each.name() == "sleep" else self.pid
             return self.pid > 0
 

@@ -188,9 +188,8 @@ def workplace(rack: Rack) -> Path:
     directory from here.
     """
     directory = rack.nodes[0].seen(SHARED)
-    with (
-        tempfile.TemporaryDirectory() as made
-    ):  # a process outside can't work in the directory of a namespace
+    # A process outside can't work in the directory of a namespace.
+    with tempfile.TemporaryDirectory() as made:
         shutil.copytree(furnish(Path(made)), directory, symlinks=True, dirs_exist_ok=True)
     (directory / "launch").symlink_to(ROOT / "launch")
     (directory / "slurm.sbatch").write_bytes((ROOT / "launch/slurm.sbatch").read_bytes())

@@ -240,9 +240,8 @@ def test_the_description_says_how_large_the_model_is_and_where_its_weights_come_
 ) -> None:
     path = written(tmp_path, RIGHT)
     config = RunConfig.load(path, world_size=4)
-    count = (
-        512 * 64 + 128 * 64 + 2 * (12 * 64**2 + 13 * 64) + 2 * 64
-    )  # embeddings, two layers, the last norm
+    # Embeddings, two layers, the last norm.
+    count = 512 * 64 + 128 * 64 + 2 * (12 * 64**2 + 13 * 64) + 2 * 64
     assert f"vocabulary 512: {count:,} parameters\n" in describe(config, tmp_path)
     # ZeRO-2 in bf16 on 2 replicas of 2 TP ranks: 2Ψ + 14Ψ/2 bytes
     total = re.search(r"^memory +([\d.]+) GiB a rank", describe(config, tmp_path), re.MULTILINE)

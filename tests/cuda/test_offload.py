@@ -74,8 +74,7 @@ def test_recomputing_from_the_host_changes_nothing_and_takes_less() -> None:
         host, least = gradients(True, RecomputePolicy(mode="full"))
     for plain, recomputed, offloaded in zip(none, full, host, strict=True):
         assert torch.equal(recomputed, plain) and torch.equal(offloaded, plain)
-    checkpoints = (
-        11 * 8 * 1024 * 1024 * 2
-    )  # 2sbh of the layers that wait on the host, but for two on their way
+    # 2sbh of the layers that wait on the host, but for two on their way.
+    checkpoints = 11 * 8 * 1024 * 1024 * 2
     assert most > less > least
     assert less - least > 0.7 * checkpoints

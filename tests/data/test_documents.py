@@ -126,9 +126,8 @@ def test_a_long_window_of_zstandard_is_read_or_refused(tmp_path: Path) -> None:
     assert zstandard.get_frame_parameters(data).window_size == 2**31
     path.write_bytes(data)
     assert [each.text for each in documents(path)] == texts  # type: ignore[union-attr]
-    path.write_bytes(
-        data[:5] + bytes([data[5] + 8]) + data[6:]
-    )  # the exponent of the window in the frame's header
+    # The exponent of the window in the frame's header.
+    path.write_bytes(data[:5] + bytes([data[5] + 8]) + data[6:])
     with pytest.raises(
         UserError,
         match=r"a\.jsonl\.zst: can't be decompressed in memory .*: compress it with a wind",

@@ -215,9 +215,8 @@ def test_every_factoring_of_a_batch_has_the_same_rows(
     ranks = [
         samples.rank_batches(step, size, micro, accumulation, rank, data) for rank in range(data)
     ]
-    again = MaskedSamples(
-        weights, builder_of(corpora["plain"]), 3
-    )  # as a resumed run, or another rank, has it
+    # As a resumed run, or another rank, has it.
+    again = MaskedSamples(weights, builder_of(corpora["plain"]), 3)
     rows = iter(range(step * size, (step + 1) * size))
     for i, rank in itertools.product(range(accumulation), range(data)):
         batch = ranks[rank][i]

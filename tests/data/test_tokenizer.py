@@ -73,10 +73,8 @@ def metaspace() -> PreTrainedTokenizerFast:
 def suffixed() -> PreTrainedTokenizerFast:
     """A tokenizer that marks where words end, as the first GPT's and CLIP's."""
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]", end_of_word_suffix="</w>"))
-    words = [
-        pre_tokenizers.Whitespace(),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ]  # CLIP has both
+    # CLIP has both.
+    words = [pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.pre_tokenizer, tokenizer.normalizer = (
         pre_tokenizers.Sequence(words),
         normalizers.Lowercase(),

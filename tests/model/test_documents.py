@@ -110,9 +110,8 @@ def _equals(
     with torch.no_grad():
         each = model(batch.input_ids, **given_to_model, reduction="none").loss
         shared = model(batch.input_ids, **given_to_model, num_items_in_batch=7.5).loss
-        del given_to_model[
-            "document_ids"
-        ]  # positions that begin anew tell the same, as they tell transformers
+        # Positions that begin anew tell the same, as they tell transformers.
+        del given_to_model["document_ids"]
         by_positions = model(batch.input_ids, **given_to_model, reduction="none").loss
     assert torch.equal(by_positions, each)
     assert each.double().sum().item() == pytest.approx(total.item(), rel=1e-5)

@@ -122,9 +122,8 @@ def test_random_streams_are_those_of_the_device_that_a_model_is_moved_to() -> No
     assert all(map(torch.equal, model.streams.state_dict().values(), drawn.values())), (
         "a cast restarts nothing"
     )
-    with patch.object(
-        RandomStreams, "generator_device", torch.device("cuda", 0)
-    ):  # as if it came from there
+    # As if it came from there.
+    with patch.object(RandomStreams, "generator_device", torch.device("cuda", 0)):
         model.activation_checkpointing_enable()
         recomputing = model._activations
         model.float()

@@ -40,9 +40,8 @@ EACH_GRID = pytest.mark.parametrize(
 def operators(world: int) -> tuple[float, float]:
     topology = grid(world, True)
     group, rank = topology.tensor_group, topology.tensor_rank
-    everyone = [
-        torch.randn(2 * world, BATCH, HIDDEN) for _ in range(world)
-    ]  # the same on all ranks
+    # The same on all ranks.
+    everyone = [torch.randn(2 * world, BATCH, HIDDEN) for _ in range(world)]
     shards = [torch.randn(2, BATCH, HIDDEN) for _ in range(world)]
     total, joined = torch.stack(everyone).sum(0), torch.cat(shards)
 

@@ -118,9 +118,8 @@ def compared(model_type: str, sequence: bool, mode: str) -> tuple[int, int]:
     topology = grid(2, sequence)
     generator = torch.Generator().manual_seed(topology.data_rank)
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
-    config = config_of(
-        model_type, LAYERS, LENGTH, kv_heads=1
-    )  # each rank has it: a hook sums its gradients
+    # Each rank has it: a hook sums its gradients.
+    config = config_of(model_type, LAYERS, LENGTH, kv_heads=1)
     model = ZeroTPForCausalLM(config, topology, seed=1).train()
     late, count = on_accelerator(model, tokens, "late", mode)
     early, same_count = on_accelerator(model, tokens, "early", mode)
@@ -131,9 +130,8 @@ def compared(model_type: str, sequence: bool, mode: str) -> tuple[int, int]:
     if model_type == "gpt2":
         for name, values in late.items():
             assert torch.equal(values, expected[name]), name
-    check_close(
-        late, expected
-    )  # SiLU's backward is a kernel on the CPU and torch's composite formula elsewhere
+    # SiLU's backward is a kernel on the CPU and torch's composite formula elsewhere.
+    check_close(late, expected)
     return count
 
 
@@ -304,6 +302,5 @@ def test_different_shapes_are_refused_before_the_forward_has_run(own_ranks: Pool
             "input_ids: the samples differ between the ranks of a tensor parallel group"
         )
     with pytest.raises(RankError, match="differs between ranks"):
-        own_ranks.run(
-            longer_on_one_rank, "late", LENGTH - 2
-        )  # this schedule computes the forward at once
+        # This schedule computes the forward at once.
+        own_ranks.run(longer_on_one_rank, "late", LENGTH - 2)

@@ -338,9 +338,8 @@ def masks_of_steps(stage: int, policy: str) -> list[Tensor]:
     engine = TrainingEngine.from_dict(
         config_of("eager"), grid(2, True), settings, seed=11, recompute=recompute
     )
-    tokens = torch.ones(
-        BATCH, LENGTH, dtype=torch.long
-    )  # the same everywhere: only the streams tell masks apart
+    # The same everywhere: only the streams tell masks apart.
+    tokens = torch.ones(BATCH, LENGTH, dtype=torch.long)
     with Masks() as masks:
         for _ in range(2):
             engine.train_step([(tokens, tokens)] * 2)

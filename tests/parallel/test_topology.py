@@ -187,8 +187,7 @@ def test_deepspeed_asks_its_mpu_for_nothing_new() -> None:
         source = file.read_text()
         used_names |= set(re.findall(r"\bmpu\.(\w+)", source))
         used_names |= set(re.findall(r"(?:has|get)attr\((?:self\.)?mpu,\s*['\"](\w+)['\"]", source))
-    used_names -= {
-        "initialize_sequence_parallel"
-    }  # a Megatron module's way of saying that it is Ulysses
+    # A Megatron module's way of saying that it is Ulysses.
+    used_names -= {"initialize_sequence_parallel"}
     assert used_names - PROVIDED == REVIEWED
     assert used_names >= PROVIDED - {"get_tensor_model_parallel_group"}

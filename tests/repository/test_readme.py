@@ -109,9 +109,8 @@ def test_the_commands_are_such_as_the_parser_takes() -> None:
         options = parser("zero-tp").parse_args(words)
         given = [getattr(options, name, None) for name in ("file", "deepspeed_config")]
         names = [config for config in given if config is not None and config.name != "FILE"]
-        assert all(config.exists() or config.suffix == ".json" for config in names), (
-            words
-        )  # else a shipped one's name
+        # Else a shipped one's name.
+        assert all(config.exists() or config.suffix == ".json" for config in names), words
 
 
 def test_the_table_has_every_command_with_options_that_exist(

@@ -279,9 +279,8 @@ def test_a_trainer_waits_once_a_micro_batch_after_its_forward(tensor: int) -> No
 def copied_for_a_save(engine: TrainingEngine) -> object:
     weight = next(engine.model.parameters())
     copied = _copy_to_host(Entry("weight", tuple(weight.shape), weight.dtype, lambda: weight))
-    with mock.patch.object(
-        simulated_accelerator._Stream, "synchronize", lambda _: None
-    ):  # the writing thread's
+    # The writing thread's.
+    with mock.patch.object(simulated_accelerator._Stream, "synchronize", lambda _: None):
         assert copied.read().device.type == "cpu"
     return None
 

@@ -145,9 +145,8 @@ def test_a_resumed_run_has_the_same_objective_and_the_same_words(
         UserError, match=r"^zero_tp\.data\.train: the tokenizer of .* differs from the tokenizer "
     ):
         run_of(tmp_path, corpus, tokenizer=str(changed))
-    monkeypatch.setattr(
-        "zero_tp.training.run_inputs.corpus_fingerprint", lambda prefix: None
-    )  # an older corpus
+    # An older corpus.
+    monkeypatch.setattr("zero_tp.training.run_inputs.corpus_fingerprint", lambda prefix: None)
     after = run_of(tmp_path, corpus, tokenizer=str(changed))
     with pytest.raises(
         UserError, match=r"special tokens and words \w+….* special tokens and words \w+…"

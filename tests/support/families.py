@@ -117,10 +117,8 @@ def _shared_experts(pick: Pick) -> dict[str, Any]:
 
 
 def _normed_experts(pick: Pick) -> dict[str, Any]:
-    sizes = {
-        "moe_intermediate_size": 24 * pick(1, 4),
-        "head_dim": 2 * pick(4, 8),
-    }  # see _fewer_kv_heads
+    # See _fewer_kv_heads.
+    sizes = {"moe_intermediate_size": 24 * pick(1, 4), "head_dim": 2 * pick(4, 8)}
     return {**_experts("qwen3_moe", pick), **sizes, "norm_topk_prob": True}
 
 

@@ -113,9 +113,8 @@ def checkpointing_enabled(live: LiveModel) -> None:
 
 
 def copied(live: LiveModel) -> None:
-    live.model(
-        **live.batch(), output_hidden_states=live.causal
-    )  # installs hooks of transformers' own
+    # Installs hooks of transformers' own.
+    live.model(**live.batch(), output_hidden_states=live.causal)
     live.model = copy.deepcopy(live.model)
 
 

@@ -95,9 +95,8 @@ def write_tasks(
     with gzip.open(
         shared_file("data/wikitext-103-validation.txt.gz"), "rt", encoding="utf-8"
     ) as file:
-        articles = re.split(
-            r"^(?= = [^=])", file.read(), flags=re.MULTILINE
-        )  # at headings of the first level
+        # At headings of the first level.
+        articles = re.split(r"^(?= = [^=])", file.read(), flags=re.MULTILINE)
     pages.write_text(
         "".join(json.dumps({"page": page}) + "\n" for page in articles if page.strip())
     )

@@ -128,9 +128,8 @@ def optimizer_tensors(engine: Any, key: str | None = None) -> dict[str, Tensor]:
     for fragment in states.fragments:
         shard = local[fragment.name].view(-1)
         shard[fragment.span.whole] = states.get(fragment, key or MASTER)
-    if (
-        engine.deepspeed_engine.zero_optimization_stage() > 0
-    ):  # each data-parallel rank holds its own run
+    # Each data-parallel rank holds its own run.
+    if engine.deepspeed_engine.zero_optimization_stage() > 0:
         local = {
             name: all_reduce(tensor, engine.topology.data_group) for name, tensor in local.items()
         }

@@ -77,12 +77,10 @@ def rank_main(
     Each function has two replies: its result, then "ready" once the process is restored; or one, an
     error.
     """
-    die_with(
-        psutil.Process(os.getppid())
-    )  # the fork server, which ends when pytest does, however that happens
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; pytest ends the ranks itself
+    # The fork server, which ends when pytest does, however that happens.
+    die_with(psutil.Process(os.getppid()))
+    # Ctrl-C reaches the whole group; pytest ends the ranks itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(environment)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -140,9 +138,8 @@ def _join_group(rank: int, world: int) -> None:
     store = torch.distributed.TCPStore(address, port, is_master=False, wait_for_workers=False)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     disable_shared_memory_collectives()
-    deepspeed.init_distributed(
-        "gloo", verbose=False
-    )  # finds the group and puts deepspeed.comm on it
+    # Finds the group and puts deepspeed.comm on it.
+    deepspeed.init_distributed("gloo", verbose=False)
 
 
 class _State:

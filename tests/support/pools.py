@@ -191,9 +191,8 @@ class Pool:
     def _silence(self, silent: list[int], timeout: float, name: str) -> RankError:
         for rank in silent:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        time.sleep(
-            patience(0.5)
-        )  # faulthandler answers even where Python doesn't: inside a collective
+        # Faulthandler answers even where Python doesn't: inside a collective.
+        time.sleep(patience(0.5))
         text = f"no answer from ranks {silent} of {self.world} in {name} after {timeout:.0f} s"
         return RankError(silent[0], text + "".join(map(self._output, silent)))
 

@@ -352,9 +352,8 @@ def check_seam(folder: Path, seam: Seam) -> bool:
         ids, loss = way(work)
     except UserError as error:
         assert not may_pass, f"{seam}: {error}"
-        shows_texts = str(error).count(" tokens (") in (2, 4) or "differ, though" in str(
-            error
-        )  # one or two, or none
+        # One or two, or none.
+        shows_texts = str(error).count(" tokens (") in (2, 4) or "differ, though" in str(error)
         assert shows_texts and "\n" not in str(error), error
         return True
     assert may_pass, f"{seam}: not refused"

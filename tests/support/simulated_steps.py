@@ -130,9 +130,8 @@ class Watching(TorchDispatchMode):
     ) -> bool:
         if name in ("_to_copy", "copy_"):
             return not kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-        return any(
-            each.device.type == "cpu" and each.dim() > 0 for each in tensors
-        )  # numbers go with the launch
+        # Numbers go with the launch.
+        return any(each.device.type == "cpu" and each.dim() > 0 for each in tensors)
 
 
 def config_of(model_type: str, **fields: Any) -> Any:
@@ -221,11 +220,10 @@ def stubbed(model: ParallelModel) -> Iterator[TrainingEngine]:
         made = StubDeepSpeedEngine(given["model"], given["mpu"])
         return made, made, None, None
 
+    # Fake tensors have no values.
     with (
         mock.patch.object(deepspeed, "initialize", initialize),
-        mock.patch.object(
-            guards, "_to_host", lambda pairs: [[0.0, 0.0]] * len(pairs)
-        ),  # fake tensors have no values
+        mock.patch.object(guards, "_to_host", lambda pairs: [[0.0, 0.0]] * len(pairs)),
         mock.patch.object(
             dist, "all_reduce", partial(all_reduce_of, dist.all_reduce, topology.data_group)
         ),

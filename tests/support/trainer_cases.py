@@ -210,9 +210,8 @@ def draw(seed: int) -> TrainerCase:
     if flattened:
         columns = [name for name in columns if name == "extra"]
     if even and kind in ("sentences", "masked") and "attention_mask" not in columns:
-        columns.append(
-            "attention_mask"
-        )  # without it tokens see the padding, which differs between replicas
+        # Without it tokens see the padding, which differs between replicas.
+        columns.append("attention_mask")
     if kind in ("llama", "gpt2") and "extra" not in columns and pick.random() < 0.3:
         arguments["remove_unused_columns"] = False
     blocks: dict[str, Any] = {}
@@ -322,9 +321,8 @@ class Accuracy:
                 self.labelled += int(counted.sum())
         for name in ("losses", "inputs"):
             values = getattr(prediction, name, None)
-            if isinstance(
-                values, dict
-            ):  # the whole batch, where metrics are computed batch by batch
+            # The whole batch, where metrics are computed batch by batch.
+            if isinstance(values, dict):
                 values = values["input_ids"]
             if values is not None and not isinstance(values, list):
                 figures[name] = float(torch.as_tensor(values).double().nanmean())
@@ -354,9 +352,8 @@ def deepspeed_config(case: TrainerCase, *, auto: bool) -> dict[str, Any]:
     blocks = {
         name: {**block, "params": dict(block["params"])} for name, block in case.blocks.items()
     }
-    if (
-        auto or case.stage == 3
-    ):  # where transformers opens a model under ZeRO-3, it requires batch sizes
+    # Where transformers opens a model under ZeRO-3, it requires batch sizes.
+    if auto or case.stage == 3:
         batch = (
             "train_micro_batch_size_per_gpu",
             "gradient_accumulation_steps",

@@ -285,9 +285,8 @@ def main() -> None:
     print(f"seed {options.seed}", flush=True)
     os.environ.update(environment())
     importlib.import_module("tests.support.preloaded")
-    folder = Path(
-        tempfile.mkdtemp(prefix="zero_tp-kills-")
-    )  # no TemporaryDirectory: a fork's end would remove it
+    # No TemporaryDirectory: a fork's end would remove it.
+    folder = Path(tempfile.mkdtemp(prefix="zero_tp-kills-"))
     try:
         kill_and_compare(furnish(folder), options.kills, random.Random(options.seed))
     finally:
@@ -333,10 +332,8 @@ def kill_and_compare(workplace: Path, kills: int, chance: random.Random) -> None
         step_directory(undisturbed, last)
     )
     for each in writers:
-        for variant in (
-            0,
-            1,
-        ):  # each goes on from what it had read when it was killed, and leaves nothing of it
+        # Each goes on from what it had read when it was killed, and leaves nothing of it.
+        for variant in (0, 1):
             assert (
                 each.run(variant, workplace).status == 0
                 and file_digests(each.output) == each.undisturbed[variant]

@@ -33,9 +33,8 @@ PASSED = "survived"
 LIMIT = (
     300.0  # seconds of an idle machine for one mutant's tests; a pool of ranks gives up after 120
 )
-ASSERTS = re.compile(
-    r"(AssertionError|Failed|assert)\b"
-)  # Failed: what pytest.raises and pytest-timeout raise
+# Failed: what pytest.raises and pytest-timeout raise.
+ASSERTS = re.compile(r"(AssertionError|Failed|assert)\b")
 
 
 class Unfit(Exception):
@@ -201,9 +200,8 @@ def run_tests(copy: Path, tests: list[str], limit: float, guard: str = "") -> Ou
     if done.returncode == 0:
         return Outcome(False, PASSED)
     for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
-        for failure in case.findall(
-            "failure"
-        ):  # of the test's own call; set-up and tear-down are errors
+        # Of the test's own call; set-up and tear-down are errors.
+        for failure in case.findall("failure"):
             error = _raised(failure.text or "")
             if ASSERTS.match(error) or (guard and guard in error):
                 return Outcome(True, f"{case.get('name')}: {error.splitlines()[0][:200]}")
@@ -216,9 +214,8 @@ def run_tests(copy: Path, tests: list[str], limit: float, guard: str = "") -> Ou
 def _raised(report: str) -> str:
     """Return the error of a failure's report; of a RankError, the rank's own error."""
     lines = [line[8:] for line in report.splitlines() if line.startswith("E       ")]
-    error = textwrap.dedent(
-        "\n".join(lines)
-    )  # pytest indents an error like the statement that raised it
+    # Pytest indents an error like the statement that raised it.
+    error = textwrap.dedent("\n".join(lines))
     if error.startswith("tests.support.pools.RankError: rank "):
         trace = error.partition("\n--- printed by rank")[0].rpartition(
             "Traceback (most recent call last):\n"

@@ -196,10 +196,8 @@ def test_the_same_failure_on_all_ranks_keeps_the_pool(pool: Pool) -> None:
 def test_nothing_is_left_for_the_next_function(pool: Pool) -> None:
     pool.kill()
     first = pool.run(find_things)
-    assert pool.run(leave_things_behind) == [
-        (1, 4),
-        (1, 3),
-    ]  # a rank outside a group has no handle of it
+    # A rank outside a group has no handle of it.
+    assert pool.run(leave_things_behind) == [(1, 4), (1, 3)]
     second = pool.run(find_things)
     for before, after in zip(first, second, strict=True):
         assert after == before | {"groups": 2}  # the world and the cached one

@@ -78,6 +78,7 @@ def start(
         module.add_arguments(parser)
         return parser.parse_args(arguments)
 
+    # Each of the two ends the process.
     if command.ranks:
         module.start(parse, verbose, **options)
     cli.run(lambda: module.main(parse()))

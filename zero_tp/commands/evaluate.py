@@ -89,7 +89,7 @@ def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
 
 def start(parse: Callable[[], argparse.Namespace], verbose: bool) -> NoReturn:
     environment = RankEnvironment.of_this_process()
-    # Without a launcher there are no other ranks to tell of an error, and no store.
+    # Each of the two ends the process. One rank alone has no other to tell of an error.
     if environment.world == 1:
         cli.run(lambda: run(parse(), environment))
     run_rank(lambda: run(parse(), environment), verbose, environment)

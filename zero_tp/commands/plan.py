@@ -93,9 +93,8 @@ def check(options: argparse.Namespace) -> None:
 
 def main(options: argparse.Namespace) -> None:
     check(options)
-    os.environ.update(
-        WITHOUT_DEVICES
-    )  # if this process saw one, each dry run would need another process
+    # If this process saw one, each dry run would need another process.
+    os.environ.update(WITHOUT_DEVICES)
     from zero_tp.run.config import RunConfig
     from zero_tp.tools.planning.plan import plan
 

@@ -86,7 +86,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def _prepare(options: argparse.Namespace) -> Prepared:
-    from zero_tp.data import prepare
+    from zero_tp.tools.corpus.corpus import prepare
 
     settings = from_options(PrepareSettings, options)
     return prepare(

@@ -51,9 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verbose", action="store_true", help="show what the libraries print, and every traceback"
     )
-    parser.add_argument(
-        "--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS
-    )  # launchers add it
+    # Launchers add it.
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)
 
 
 def pretrain(
@@ -67,15 +66,15 @@ def pretrain(
     from zero_tp.run.config import RunConfig
     from zero_tp.tools.monitors.trackers import check_installed
 
-    output = options.output_dir or Path("runs") / options.deepspeed_config.stem
-    # Report a mistake in the file before heavy imports.
+    file = options.deepspeed_config
+    output = options.output_dir or Path("runs") / file.stem
+    # The config of a resumed run depends on its checkpoint ("auto" lengths, commits of hub names),
+    # so this rank looks for it first; `find_start` decides on all ranks. Both come before heavy
+    # imports, so that a mistake in the file ends the rank early.
     checkpoint = find_readable_checkpoint(output, options.resume_from)
-    # A run that resumes keeps values of its first start, such as the commits of hub names. So its
-    # checkpoint is opened before the config.
     saved = None if checkpoint is None else checkpoint.saved_start()
-    config = RunConfig.load(
-        options.deepspeed_config, options.set, environment.world, saved
-    ).with_pinned_tokenizer()
+    config = RunConfig.load(file, options.set, environment.world, saved)
+    config = config.with_pinned_tokenizer()
     check_installed(config)
 
     from deepspeed.accelerator import get_accelerator
@@ -90,19 +89,17 @@ def pretrain(
         keep_freed_memory()
     environment.export()
     if environment.world > 1:
-        # Now, because reading the inputs may take long and one rank may refuse them: then the
-        # others hear of it.
+        # Reading the inputs may take long, and the first rank to refuse them tells the others.
         environment.store.join()
     chosen = _chosen_callbacks(options, config, environment)
-    model: type[ParallelModel] | None = None
     inputs = RunInputs(
         config,
         output,
         allow_pickle=options.allow_pickle,
-        # One rank of each machine: hashing a corpus may take minutes, and all ranks of a machine
-        # read the same file.
+        # Hashing may take minutes, and all ranks of a machine read the same file.
         hash_tokens=environment.is_local_rank_zero,
     )
+    model: type[ParallelModel] | None = None
     if config.zero_tp.evaluation.tasks:
         from zero_tp.model.huggingface import ZeroTPForCausalLM
         from zero_tp.tools.evaluation.live_tasks import LiveTasks

@@ -18,9 +18,8 @@ from zero_tp.base.errors import UserError, first_line
 # its piece.
 _READ_BYTES = 2**20
 _COMPRESSED_BYTES = 2**11
-_MAX_WINDOW = (
-    2**31
-)  # bytes; zstd --long=31, the largest window that zstd compresses with. It needs as much memory.
+# Bytes; zstd --long=31, the largest window that zstd compresses with. It needs as much memory.
+_MAX_WINDOW = 2**31
 COMPRESSIONS: dict[str, Callable[[], Any]] = {
     # 16 more means gzip: its header is read and its checksum compared (zlib's documentation).
     ".gz": partial(zlib.decompressobj, 16 + zlib.MAX_WBITS),
@@ -91,9 +90,8 @@ def _decompress(
             try:
                 piece = frame.decompress(data)
             except (OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, MemoryError) as error:
-                if isinstance(error, MemoryError) or "memory" in str(
-                    error
-                ):  # zstandard has one class of errors
+                # Zstandard has one class of errors.
+                if isinstance(error, MemoryError) or "memory" in str(error):
                     problem = f"{name}: can't be decompressed in memory ({first_line(error)})"
                     raise UserError(
                         f"{problem}: compress it with a window of at most 2 GiB (--long=31)"

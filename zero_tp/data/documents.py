@@ -106,9 +106,8 @@ def find_sources(
             paths = _files(name)
             check_files(paths)
             for path in paths:
-                name = os.fsencode(path).decode(
-                    "utf-8", "backslashreplace"
-                )  # file names may hold any bytes
+                # File names may hold any bytes.
+                name = os.fsencode(path).decode("utf-8", "backslashreplace")
                 sources.append(
                     Source(name, file_format(path), text_key, documents, path, _size_and_time(path))
                 )

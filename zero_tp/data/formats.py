@@ -227,9 +227,8 @@ def _arrow(source: Source, file: IO[bytes]) -> Iterator[Record]:
         UnicodeDecodeError,
         OverflowError,
     ) as error:
-        if (
-            isinstance(error, OSError) and error.errno is not None
-        ):  # of the disk; pyarrow's own have no errno
+        # Of the disk; pyarrow's own have no errno.
+        if isinstance(error, OSError) and error.errno is not None:
             raise
         detail = (
             f"not a whole {source.kind} file ({one_line(first_line(error), 200)}): the rest of it "

@@ -130,10 +130,8 @@ class IndexedCorpus:
         self.dtype = DTYPES[code]
         expected = HEADER.size + 12 * sequences + 8 * boundaries
         size = index.stat().st_size
-        if size not in (
-            expected,
-            expected + sequences,
-        ):  # Megatron may append one byte a sequence (its modes)
+        # Megatron may append one byte a sequence (its modes).
+        if size not in (expected, expected + sequences):
             problem = f"{expected:,} bytes expected for {sequences:,} sequences, found {size:,}"
             raise UserError(f"{index}: {problem}; {_WRITE_AGAIN}")
         # The header has 34 bytes, so the entries are not aligned: NumPy reads such views, but some

@@ -10,10 +10,8 @@ import re
 from collections.abc import Iterator
 
 _STRING = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)  # the rest of a string, up to its quote
-_BETWEEN, _INSIDE = (
-    re.compile(rb'["\[\]{,]'),
-    re.compile(rb'["\[\]{}]'),
-)  # where to stop, at depth 0 and below
+# Where to stop, at depth 0 and below.
+_BETWEEN, _INSIDE = (re.compile(rb'["\[\]{,]'), re.compile(rb'["\[\]{}]'))
 _CHUNK = 2**20
 
 

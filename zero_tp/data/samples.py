@@ -93,7 +93,7 @@ class TrainingSamples(ABC, Generic[BatchType]):
         data_rank: int,
         data_size: int,
     ) -> list[BatchType]:
-        """Return the a batches of m rows that one data-parallel rank trains on at `step`.
+        """Return the a batches of m rows that one data-parallel rank trains on at `step`, from 0.
 
         Micro-batch i of rank r holds the m samples from step·B + i·d·m + r·m on, so together the
         ranks hold each sample of the step exactly once. The TP ranks of one data-parallel rank get

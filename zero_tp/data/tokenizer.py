@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 _EOS_NAMES = re.compile(
     r"[<\[]\W?(/s|eos|eod|end.?of.?(text|document|sentence))\W?[>\]]", re.IGNORECASE
 )
-_SPACE, *_BREAKS = (
-    chr(256 + byte) for byte in b" \t\n\v\f\r"
-)  # as byte-level BPE writes them: Ġ is the space
+# As byte-level BPE writes them: Ġ is the space.
+_SPACE, *_BREAKS = (chr(256 + byte) for byte in b" \t\n\v\f\r")
 _METASPACE = "\u2581"
 # sentencex 1.0.32 panics at white space of several bytes between a letter and a period; a space
 # changes no boundary.
@@ -163,9 +162,8 @@ class DocumentEncoder:
         The eos comes last. Sentences are split if there is a language.
         """
         self._backend.encode_special_tokens = True  # a pickled tokenizer forgets it
-        encode = (
-            self._backend.encode_batch if self.language else self._backend.encode_batch_fast
-        )  # no offsets
+        # No offsets.
+        encode = self._backend.encode_batch if self.language else self._backend.encode_batch_fast
         try:
             encodings = encode(texts, add_special_tokens=False)
         except Exception as error:  # tokenizers raises no other type
@@ -180,9 +178,8 @@ class DocumentEncoder:
         )
 
     def _ids(self, encoding: Encoding) -> npt.NDArray[np.uintc]:
-        return np.frombuffer(
-            array("I", encoding.ids) + self._eos, np.uintc
-        )  # np.array would take three times as long
+        # np.array would take three times as long.
+        return np.frombuffer(array("I", encoding.ids) + self._eos, np.uintc)
 
     def _sentence_starts(self, text: str, encoding: Encoding) -> npt.NDArray[np.bool_]:
         if self.language is None:

@@ -25,7 +25,7 @@ from zero_tp.engine.settings.parse import check_settings
 from zero_tp.engine.settings.rule import EntryPoint
 from zero_tp.engine.zero.build_lock import report_build_locks
 from zero_tp.engine.zero.ops import check_nvme, disable_shared_memory_collectives
-from zero_tp.engine.zero.stages import zero_engine
+from zero_tp.engine.zero.stages import engine_of_stage
 from zero_tp.engine.zero.states import local_shape
 from zero_tp.engine.zero.veto import StepVeto
 from zero_tp.model.architectures import architecture_of
@@ -94,10 +94,10 @@ class TrainingEngine:
             )
         # Before the model is built: a missing directory or header is found at once.
         check_nvme(settings.zero_optimization.nvme_paths)
-        self.zero = zero_engine(settings, topology)
+        self.zero = engine_of_stage(settings, topology)
         self.dtype: torch.dtype = getattr(torch, DTYPES[settings.dtype])
-        # DeepSpeed broadcasts the first DP rank's weights: zero.Init as each is built, or
-        # `initialize` all of them.
+        # Only the first DP rank needs all values (`ShardedSeededInit`): DeepSpeed broadcasts its
+        # weights, zero.Init as each is built, or `initialize` all of them.
         source = source or ShardedSeededInit(seed, topology.data_group)
         with self.zero.construction():
             model = model or default_model_class(architecture_of(config).spec(config))
@@ -126,6 +126,7 @@ class TrainingEngine:
         self._norm: Tensor | float = float("nan")
         self.skipped = False
         self._figures = torch.full((len(self.model.metric_names),), float("nan"))
+        # The stage's own has no bounds; the norms that it wraps read `self.veto` at each step.
         self.zero.veto = StepVeto(topology, spike)
         self.on_phase: Callable[[str], None] | None = None
         self.model.register_forward_pre_hook(lambda *_: self._enter("forward"))
@@ -309,7 +310,8 @@ class TrainingEngine:
             for number, name in enumerate(names):
                 figures[number] += getattr(output, name).detach()
             if index < len(batches) - 1:
-                self.zero.step()  # adds the gradients up
+                # Only counts the micro-batch: backward has added the gradients.
+                self.zero.step()
         self._enter("update")
         self._loss = self._mean(total, len(batches))
         if names:

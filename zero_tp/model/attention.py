@@ -122,9 +122,8 @@ class SDPACore(AttentionCore):
             return varlen_attention(query, key, value, mask)
         # torch aligns `is_causal` at the first query and the first key: a single query after cached
         # tokens would see the first key only.
-        causal = (
-            self.causal and mask is None and query.shape[2] > 1
-        )  # a single query sees every key
+        # A single query sees every key.
+        causal = self.causal and mask is None and query.shape[2] > 1
         dropout_p = self.p if self.training else 0.0
         if mask is not None and query.device.type != "cpu":
             # With a mask, CUDA's fused kernels do not support grouped queries.

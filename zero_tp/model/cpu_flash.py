@@ -34,9 +34,8 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
         batch, heads, length, size = query.shape
-        output = query.new_empty(length, batch, heads, size).permute(
-            1, 2, 0, 3
-        )  # as the output projection reads it
+        # As the output projection reads it.
+        output = query.new_empty(length, batch, heads, size).permute(1, 2, 0, 3)
         lse = query.new_empty(batch, heads, length, dtype=torch.float32)
         # A few heads at a time, so that their scores stay in the cache between softmax and product.
         for index, kv_index, repeats in _head_blocks(query, key):
@@ -107,9 +106,8 @@ def _attend(
     """
     scale = query.shape[-1] ** -0.5
     # Products of strided Q, K and V were 5 ms slower than those of copies (benchmarks/tried.md).
-    query, key, value = (
-        tensor.contiguous() for tensor in (query, key, value)
-    )  # otherwise each block copies them
+    # Otherwise each block copies them.
+    query, key, value = (tensor.contiguous() for tensor in (query, key, value))
     length = query.shape[1]
     # Later keys are not multiplied at all, so only the block on the diagonal needs a mask.
     causal_bias = query.new_full((BLOCK, BLOCK), -torch.inf, dtype=torch.float32).triu_(1)

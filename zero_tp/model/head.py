@@ -86,8 +86,8 @@ class OutputLayer(ElementwiseModule):
                 "ops": self.elementwise,
             }
             return vocab_parallel_cross_entropy(hidden, self.weight, labels, **common)
-        # The loss gathers in its own function, which makes the hidden states' gradient in forward,
-        # block by block, and scatters the sum.
+        # Only here: the loss, above, gathers in its own function, which makes the hidden states'
+        # gradient in forward, block by block, and scatters the sum.
         whole = gather_from_sequence_region(hidden, self.group) if sequence else hidden
         if labels is None:
             chosen = whole[-keep:] if isinstance(keep, int) else whole[keep]  # whole[-0:] is all

@@ -224,9 +224,8 @@ class MaskedLM(ParallelModel):
         """Fill in the losses of the labels at `places`."""
         batch, length = labels.shape
         if not len(places):
-            places = places.new_zeros(
-                1
-            )  # score an ignored label, so that every weight gets a gradient of 0
+            # Score an ignored label, so that every weight gets a gradient of 0.
+            places = places.new_zeros(1)
         # Labels are [b, s], hidden states [s, b, h]. With b 2 and s 3, place 4 is position 1 of row
         # 1, which is row 1·2 + 1 = 3 of the flattened hidden states.
         row = places // length

@@ -260,9 +260,8 @@ class SplitRMSNorm(nn.Module):
     def forward(self, heads: Tensor) -> Tensor:
         share: Tensor | float = 1.0
         weight: Tensor = self.weight
-        if (
-            self.ranks_per_head is not None
-        ):  # a tensor from the host would synchronise with the device
+        # A tensor from the host would synchronise with the device.
+        if self.ranks_per_head is not None:
             parts = [
                 weight.new_full((self.size,), 1 / count, dtype=torch.float32)
                 for count in self.ranks_per_head

@@ -67,9 +67,8 @@ class RouterBalance:
     ):
         self.experts = experts
         self.tensor_size = tensor_size
-        self._mask = (
-            None if mask is None else mask.t().float().reshape(-1, 1)
-        )  # [s·b, 1], in the routers' order
+        # [s·b, 1], in the routers' order.
+        self._mask = None if mask is None else mask.t().float().reshape(-1, 1)
         self._is_counted = False
         self.gradient: Tensor | None = None
         self.choices, self.probability_sums = torch.zeros(

@@ -96,8 +96,10 @@ class TransformerLayer(nn.Module):
     Attributes:
         recomputed_norms: norms whose outputs backward can recompute, each with the module that
             reads its output.
+        ends_with_norm: the layer's output is normed, so that the model needs no final norm.
     """
 
+    ends_with_norm: ClassVar[bool] = False
     recomputed_norms: ClassVar[tuple[tuple[str, str], ...]] = (
         ("attention_norm", "attention"),
         ("mlp_norm", "mlp"),
@@ -138,6 +140,7 @@ class PostNormLayer(TransformerLayer):
     3.1).
     """
 
+    ends_with_norm = True
     # The output of `mlp_norm` feeds the next layer, so no module of this one can recompute it.
     recomputed_norms = (("attention_norm", "mlp"),)
 
@@ -186,8 +189,7 @@ class Transformer(nn.Module):
             for number in range(spec.layers)
         )
         self.final_norm: nn.Module = nn.Identity()
-        # The last post-norm layer ends with a norm already.
-        if spec.layer != "post_norm":
+        if not LAYERS[spec.layer].ends_with_norm:
             self.final_norm = NORMS[spec.norm](
                 make.child("final_norm"),
                 spec.hidden,

@@ -145,9 +145,8 @@ def all_gather_softmax(maximum: Tensor, total: Tensor, extra: Tensor, group: Gro
         total: sum of exp(logit - maximum) over this rank's logits, [n].
         extra: m more numbers of each row, [m, n].
     """
-    parts = all_gather(
-        torch.cat((torch.stack((maximum, total)), extra)).unsqueeze(0), group
-    )  # [t, 2 + m, n]
+    # [t, 2 + m, n].
+    parts = all_gather(torch.cat((torch.stack((maximum, total)), extra)).unsqueeze(0), group)
     maxima = parts[:, 0]
     totals = parts[:, 1]
     greatest = maxima.amax(0)

@@ -168,12 +168,10 @@ class RunInputs:
             "model": json.loads(self.model_config.to_json_string()),
             **corpora,
         }
-        keys = {
-            f"config: {key}": shown(value) for key, value in leaves(config)
-        }  # the first difference names the key
-        tokenizer = {
-            "tokenizer": self.recorded_tokenizer or "nothing"
-        }  # before "model", which holds its token ids
+        # The first difference names the key.
+        keys = {f"config: {key}": shown(value) for key, value in leaves(config)}
+        # Before "model", which holds its token ids.
+        tokenizer = {"tokenizer": self.recorded_tokenizer or "nothing"}
         if self.tokenizer is not None:
             tokenizer[f"tokenizer {self.recorded_tokenizer}"] = (
                 f"SHA-256 {files_sha256(self.tokenizer)[:12]}…"

@@ -59,7 +59,8 @@ def start_training(
         UserError: MASTER_ADDR or MASTER_PORT is unset, a setting does not work here, or a
             checkpoint cannot be resumed.
     """
-    environment.export()  # before anything is written
+    # Again, for callers other than the command; before anything is written.
+    environment.export()
     is_rank_zero = environment.rank == 0
     config = inputs.config
     block = inputs.config.zero_tp
@@ -95,9 +96,8 @@ def start_training(
             if start.step < block.training.steps:
                 check_owner()  # reading a checkpoint may have taken minutes
                 write_config(inputs.directory, config.resolved())
-                for line in set_aside_newer(
-                    inputs.directory, start.step
-                ):  # before logs are cut at that step
+                # Before logs are cut at that step.
+                for line in set_aside_newer(inputs.directory, start.step):
                     print(line)
         # Inside the directory's block: the lock and `rank0.pid` last as long as training.
         yield TrainState(inputs, engine, start.step, start.parent, check_owner)

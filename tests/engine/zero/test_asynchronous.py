@@ -95,9 +95,8 @@ class Case:
         config = json.loads(
             write_config(path, self.stage, self.dtype, self.tensor, self.offload).read_text()
         )
-        config["optimizer"]["params"].pop(
-            "torch_adam", None
-        )  # the fused default does not read its step count
+        # The fused default does not read its step count.
+        config["optimizer"]["params"].pop("torch_adam", None)
         config["zero_optimization"] |= self.zero
         path.write_text(json.dumps(config | changes))
         return str(path)

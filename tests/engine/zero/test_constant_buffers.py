@@ -52,9 +52,8 @@ def buffers(layers: int, stage: int, overlap: bool) -> dict[str, Any]:
                 sizes.add(tuple(buffer.numel() for buffer in made))
             filled.append(bucket.elements)
 
-    if (
-        engine.deepspeed_engine.zero_optimization_stage() < 3
-    ):  # ZeRO-1 fills its buckets after backward; both reduce them here
+    # ZeRO-1 fills its buckets after backward; both reduce them here.
+    if engine.deepspeed_engine.zero_optimization_stage() < 3:
         average = optimizer.average_tensor
 
         def look_and_average(bucket: torch.Tensor, *arguments: Any) -> None:

@@ -66,9 +66,8 @@ def test_nvme_trains_as_the_cpu_does(
             1_000_000  # five such buffers a rank; by default 2 GB in fp32
         )
     expected = ranks(4).run(train, on_cpu, dtype)
-    found = ranks(4).run(
-        train, on_nvme, dtype, timeout=300
-    )  # the first time DeepSpeed compiles its I/O
+    # The first time DeepSpeed compiles its I/O.
+    found = ranks(4).run(train, on_nvme, dtype, timeout=300)
     assert any(tmp_path.rglob("*")), "nothing was swapped"
     for (steps, masters), (right_steps, right_masters) in zip(found, expected, strict=True):
         assert steps == right_steps

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings, Zero
-from zero_tp.engine.zero.stages import STAGES, zero_engine
+from zero_tp.engine.zero.stages import STAGES, engine_of_stage
 from zero_tp.parallel.topology import Topology
 
 FLAGS = tuple(f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16"))
@@ -32,7 +32,7 @@ def test_partial_sums_are_not_rounded(stage: int, monkeypatch: pytest.MonkeyPatc
         model: Any = torch.nn.Linear(1, 1)
         with pytest.raises(Stop):
             settings = DeepSpeedSettings(zero_optimization=Zero(stage=stage))
-            zero_engine(settings, Topology(world=1)).initialize(model, [])
+            engine_of_stage(settings, Topology(world=1)).initialize(model, [])
         assert [getattr(matmul, name + end) for name in FLAGS for end in ("", "_split_k")] == [
             False,
             True,

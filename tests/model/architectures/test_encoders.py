@@ -86,9 +86,8 @@ def expected_counts(fields: dict[str, Any], *sequences: bool) -> dict[str, int]:
     types see a shard.
     """
     layers, order = fields["num_hidden_layers"], 0 if fields["architectures"] else 4
-    norms = (
-        2 * layers + 1
-    )  # with the one after the embeddings, or the last; that of the head sees all
+    # With the one after the embeddings, or the last; that of the head sees all.
+    norms = 2 * layers + 1
     counts = {}
     for sequence in sequences:
         counts[f"gradients, SP {sequence}"] = 3 + 8 * layers + 2 * norms + 5 + order

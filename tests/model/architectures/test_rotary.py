@@ -20,9 +20,8 @@ from zero_tp.model.position import compute_cos_sin
 from zero_tp.run.config import ConfigError
 
 ROTARY = [name for name, found in ARCHITECTURES.items() if "rope_parameters" in found.fields.read]
-SCALED = [
-    name for name in ROTARY if name != "phi3"
-]  # whose class refuses all but "default" and "longrope" itself
+# Whose class refuses all but "default" and "longrope" itself.
+SCALED = [name for name in ROTARY if name != "phi3"]
 POSITIONS, ORIGINAL = 48, 16
 YARN = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": ORIGINAL}
 PARAMETERS: tuple[dict[str, Any], ...] = (
@@ -102,9 +101,8 @@ def test_each_type_is_the_native_one(model_type: str, seed: int) -> None:
     assert {one.get("rope_type", one.get("type")) for one in PARAMETERS} == set(ROPE_KEYS)
     for parameters in PARAMETERS:
         if model_type == "phi3" and parameters.get("rope_type") != "default":
-            with pytest.raises(
-                ConfigError, match=r"^zero_tp\.model\.rope_parameters"
-            ):  # its class takes no other
+            # Its class takes no other.
+            with pytest.raises(ConfigError, match=r"^zero_tp\.model\.rope_parameters"):
                 config_from_block(fields(model_type, rope_parameters=dict(parameters)))
             continue
         same_as_native(fields(model_type, rope_parameters=dict(parameters)), seed)
@@ -214,6 +212,5 @@ def test_gpt_neox_reads_its_own_names() -> None:
         ConfigError, match=r"partial_rotary_factor: 0\.5, but GPTNeoXConfig takes \w+ 0\.25"
     ):
         config_from_block(fields("gpt_neox", partial_rotary_factor=0.5))
-    config_from_block(
-        fields("gpt_neox", partial_rotary_factor=0.25, rope_theta=10000.0)
-    )  # as version 4 wrote both
+    # As version 4 wrote both.
+    config_from_block(fields("gpt_neox", partial_rotary_factor=0.25, rope_theta=10000.0))

@@ -69,9 +69,8 @@ def test_dtypes_have_names(directory: Path, tmp_path: Path, written: str | None)
             ("auto", auto),
         ):
             assert opened(tmp_path, **{name: given}).dtype == expected, (name, given)
-    assert (
-        opened(tmp_path, dtype="float16", torch_dtype="bfloat16").dtype == torch.float16
-    )  # as in transformers
+    # As in transformers.
+    assert opened(tmp_path, dtype="float16", torch_dtype="bfloat16").dtype == torch.float16
     assert opened(tmp_path).dtype == opened(tmp_path, dtype=None).dtype == torch.float32
     assert ZeroTPForCausalLM(opened(tmp_path).config, dtype="bfloat16").dtype == torch.bfloat16
     assert ZeroTPForCausalLM(opened(tmp_path).config, dtype="auto").dtype == torch.float32

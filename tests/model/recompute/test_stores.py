@@ -182,12 +182,8 @@ def test_one_rank_computes_the_same(policy: dict[str, Any], slots: int | None) -
 
 # ---- tensors -------------------------------------------------------------------------------------
 
-SHAPES = [
-    (4, 3, 6),
-    (5, 7),
-    (3, 2),
-    (1,),
-]  # of which two do not divide by 2; the largest first makes the buffer
+# Of which two do not divide by 2; the largest first makes the buffer.
+SHAPES = [(4, 3, 6), (5, 7), (3, 2), (1,)]
 
 
 def round_trips(tensor: int, copies: str) -> int:

@@ -281,8 +281,7 @@ def test_the_end_of_an_export_leaves_the_directory_of_another_process(
         written.rename(target)
         partial.mkdir()  # by a process that started after the rename
     assert partial.exists()
-    monkeypatch.setattr(
-        files, "lock", lambda *_: partial.rename(tmp_path / "renamed")
-    )  # before this process locks it
+    # Before this process locks it.
+    monkeypatch.setattr(files, "lock", lambda *_: partial.rename(tmp_path / "renamed"))
     with pytest.raises(UserError, match="another process writes it now"), partial_directory(target):
         pytest.fail("the block is not entered")

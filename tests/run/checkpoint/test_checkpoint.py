@@ -139,16 +139,8 @@ def loss_scales(
 def test_the_loss_scale_goes_on_where_it_was(ranks: Pools, run_seed: int, stage: int) -> None:
     generator = torch.Generator().manual_seed(run_seed)
     overflows = (torch.rand(40, generator=generator) < 0.15).tolist()
-    overflows[:8] = [
-        True,
-        True,
-        True,
-        False,
-        False,
-        False,
-        False,
-        False,
-    ]  # it falls and rises whatever is drawn
+    # It falls and rises whatever is drawn.
+    overflows[:8] = [True, True, True, False, False, False, False, False]
     for resume_at in (2, 7, 20):
         for whole, again, saved in ranks(2).run(loss_scales, stage, overflows, resume_at):
             assert whole == again

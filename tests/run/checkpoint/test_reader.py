@@ -73,9 +73,8 @@ def test_any_piece_is_what_another_topology_holds(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3), "shape")
     dim = data.draw(st.integers(0, len(shape) - 1), "dim")
     shape[dim] = sum(parts)
-    whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(
-        shape
-    )  # no element is zero, as padding is
+    # No element is zero, as padding is.
+    whole = torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
     layouts: tuple[Layout, ...] = (Sharded(dim, parts, padded), Replicated())
     before, after = (data.draw(st.sampled_from(layouts), which) for which in ("before", "after"))
     rank = data.draw(st.integers(0, new - 1), "rank")

@@ -17,6 +17,7 @@ from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime import config as ds
 from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import ValidationError
@@ -32,6 +33,7 @@ from zero_tp.base.shipped import config_names, find_config
 from zero_tp.base.validation import ConfigModel, nested_model
 from zero_tp.engine.settings.parse import check_settings
 from zero_tp.engine.settings.rule import EntryPoint
+from zero_tp.engine.zero.facts import deepspeed_clips, deepspeed_dict
 from zero_tp.run.config import ConfigError, RunConfig
 
 TYPED: dict[str, Any] = {
@@ -129,6 +131,17 @@ def test_blocks_that_deepspeed_types_have_its_names_and_defaults(name: str) -> N
         assert sections.Zero(stage=stage).overlaps == DeepSpeedZeroConfig(stage=stage).overlap_comm
 
 
+def test_gradients_are_clipped_at_deepspeeds_default_if_no_key_says_otherwise() -> None:
+    """In a run's file and in a script's dict, at every stage."""
+    base = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    for stage in (0, 1, 2, 3):
+        config = {**base, ZERO: {"stage": stage}}
+        settings = check_settings(config, Parallel(), EntryPoint.ENGINE).settings
+        assert settings.gradient_clipping == GRADIENT_CLIPPING_DEFAULT
+        clipped = deepspeed_dict(settings, 1).get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT)
+        assert clipped == (GRADIENT_CLIPPING_DEFAULT if deepspeed_clips(stage) else 0.0)
+
+
 def test_the_loss_scale_is_checked_as_deepspeed_checks_it() -> None:
     for values in (
         {"loss_scale_window": 0},
@@ -215,9 +228,8 @@ def test_params_are_the_constructor_s_arguments_with_its_defaults(
     required = {name for name, default in arguments.items() if default is inspect.Parameter.empty}
     named = {"lr"} if "lr" in fields else NAMED.get(model, set())
     assert {name for name, field in fields.items() if field.is_required()} == required | named
-    same = (
-        arguments.keys() - required - named - {"weight_decay"} - CHOICE
-    )  # the engine gives its own weight_decay
+    # The engine gives its own weight_decay.
+    same = arguments.keys() - required - named - {"weight_decay"} - CHOICE
     assert {name: fields[name].default for name in same} == {name: arguments[name] for name in same}
 
 
@@ -284,9 +296,8 @@ def preset(path: Path) -> RunConfig:
 def test_presets_load_and_deepspeed_accepts_them(name: str) -> None:
     config = preset(find_config(name))
     given = config.engine_settings.written()
-    given["train_batch_size"] //= (
-        config.data_parallel
-    )  # without ranks, the parser counts one replica
+    # Without ranks, the parser counts one replica.
+    given["train_batch_size"] //= config.data_parallel
     parsed = ds.DeepSpeedConfig(given)
     assert parsed.train_micro_batch_size_per_gpu == config.micro_batch
     assert parsed.gradient_accumulation_steps == config.accumulation

@@ -203,7 +203,7 @@ def test_the_engine_refuses_before_it_builds(monkeypatch: pytest.MonkeyPatch) ->
     from zero_tp.engine.engine import TrainingEngine
 
     monkeypatch.setattr(
-        "zero_tp.engine.engine.zero_engine", lambda *_: pytest.fail("the engine is built")
+        "zero_tp.engine.engine.engine_of_stage", lambda *_: pytest.fail("the engine is built")
     )
     settings = {"train_batch_size": 1, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
     with pytest.raises(

@@ -25,9 +25,8 @@ def test_a_run_collects_after_its_first_step_and_at_each_fiftieth() -> None:
     alive = 0  # rings since the last collection
     for state.step in range(7, 2 * COLLECTION_INTERVAL + 1):
         rings.append(weakref.ref(Ring()))
-        lasting = (
-            Ring() if state.step == COLLECTION_INTERVAL else None
-        )  # lives through a collection
+        # Lives through a collection.
+        lasting = Ring() if state.step == COLLECTION_INTERVAL else None
         callback.on_step_end(state)
         alive = 0 if state.step in (7, COLLECTION_INTERVAL, 2 * COLLECTION_INTERVAL) else alive + 1
         assert sum(ring() is not None for ring in rings) == alive, state.step

@@ -287,9 +287,8 @@ def test_sigterm_leaves_no_part_of_an_output(tmp_path: Path) -> None:
         time.sleep(0.01)
     process.terminate()
     assert process.wait() == 143
-    left = {path.name for path in tmp_path.iterdir()} - {
-        ".out.progress"
-    }  # which is there after some seconds
+    # Which is there after some seconds.
+    left = {path.name for path in tmp_path.iterdir()} - {".out.progress"}
     assert left == {"a.jsonl"}
 
 

@@ -94,9 +94,8 @@ def test_near_duplicates_against_brute_force(seed: int) -> None:
         if number in pairs:
             near = pairs[number]
             assert near.earlier < number and near.earlier not in pairs
-            assert (
-                abs(near.similarity - jaccard(number, near.earlier)) < 0.25
-            )  # 6 standard deviations
+            # 6 standard deviations.
+            assert abs(near.similarity - jaccard(number, near.earlier)) < 0.25
     assert above > 10 and below > 200
 
 
@@ -158,9 +157,8 @@ def test_evaluation_sets(tmp_path: Path) -> None:
     )
     files = (tmp_path / "lambada.jsonl", tmp_path / "wiki.txt")
     sets = EvaluationSets.read(files)
-    wanted = np.unique(
-        ngram_hashes(f"{passage} wisdom folly")
-    )  # the other text has fewer than 13 words
+    # The other text has fewer than 13 words.
+    wanted = np.unique(ngram_hashes(f"{passage} wisdom folly"))
     assert sets.hashes.tolist() == wanted.tolist() and sets.titles == {"valkyria chronicles iii"}
     thirteen = "He said: It was the BEST of times; it was the worst of times. It!"
     texts = [

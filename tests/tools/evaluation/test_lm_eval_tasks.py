@@ -330,10 +330,8 @@ def test_task_files_run_no_python(
     exact["metric_list"] = [{"metric": "exact_match", "regexes_to_ignore": ["("]}]
     with pytest.raises(UserError, match=r"mine: lm-eval can't evaluate it .*its task file"):
         task(**exact).run(eval_model)  # type: ignore[arg-type]
-    with (
-        monkeypatch.context() as patched,
-        pytest.raises(ZeroDivisionError),
-    ):  # no fault of the task file
+    # No fault of the task file.
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
         patched.setattr(EvalModel, "score", lambda *_: 1 // 0)
         task().run(eval_model)
     os.mkfifo(directory / "pipe.yaml")

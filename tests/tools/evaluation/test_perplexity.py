@@ -166,9 +166,8 @@ def test_wikitext_equals_one_window_at_a_time(
         assert result[figure] == pytest.approx(math.exp(nll / divisor), rel=1e-5)
     assert result["overlap"] == (o or 32)
     assert result["windows"] == math.ceil(max(0, tokens - s) / result["overlap"]) + 1
-    last = (
-        (tokens - s) - (result["windows"] - 1) * result["overlap"] + s
-    )  # what is left for the last window to read
+    # What is left for the last window to read.
+    last = (tokens - s) - (result["windows"] - 1) * result["overlap"] + s
     assert result["tokens_computed"] == (result["windows"] - 1) * s + last
 
 

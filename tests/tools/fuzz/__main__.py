@@ -42,18 +42,16 @@ def fuzz(name: str, numbers: range, seed: int) -> bool:
     case = importlib.import_module(f"tests.tools.fuzz.{name}").case
     results = Counter[str]()
     for number in numbers:
-        directory = Path(
-            tempfile.mkdtemp(prefix="zero_tp-fuzz-")
-        )  # no TemporaryDirectory: a fork's end would remove it
+        # No TemporaryDirectory: a fork's end would remove it.
+        directory = Path(tempfile.mkdtemp(prefix="zero_tp-fuzz-"))
         try:
             results[case(random.Random(f"{seed}/{number}"), directory)] += 1
         except KeyboardInterrupt:
             results["interrupted"] += 1
             break
         except Exception as error:
-            kind = (
-                "broken" if isinstance(error, AssertionError) else "failed"
-            )  # in the fuzzer; the others go on
+            # In the fuzzer; the others go on.
+            kind = "broken" if isinstance(error, AssertionError) else "failed"
             results[kind] += 1
             what = "" if kind == "broken" else f"{type(error).__name__} in the fuzzer: "
             print(f"{name} --seed {seed} --case {number}: {what}{error}")

@@ -167,9 +167,8 @@ def test_a_full_disk_leaves_whole_lines_in_csv_files(tmp_path: Path) -> None:
     )
     written = files.directory / "loss.csv"
     for values in ({"loss": 0.125}, {"loss": 0.25}):
-        resource.setrlimit(
-            resource.RLIMIT_FSIZE, (14, limits[1])
-        )  # the header and half of the line
+        # The header and half of the line.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (14, limits[1]))
         try:
             with pytest.raises(OSError, match="File too large"):
                 files.log(values, 1)

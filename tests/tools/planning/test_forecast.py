@@ -75,9 +75,8 @@ def test_a_plan_leaves_a_process_with_an_accelerator_as_it_was(tmp_path: Path) -
     would run.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    script = (
-        tmp_path / "unguarded.py"
-    )  # has no `if __name__ == "__main__"`, which a new process would need
+    # Has no `if __name__ == "__main__"`, which a new process would need.
+    script = tmp_path / "unguarded.py"
     script.write_text(OF_AN_ACCELERATOR)
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -120,9 +120,8 @@ def test_the_papers_utilisations_on_a100(
 def test_flops_count_every_product(seed: int) -> None:
     draw = random.Random(seed)
     b, s, n, h, v = (draw.randint(1, 300) for _ in range(5))
-    layer = (
-        24 * b * s * h**2 + 4 * b * s**2 * h
-    )  # QKV, attention twice, projection, MLP; 2 FLOPs a multiply-add
+    # QKV, attention twice, projection, MLP; 2 FLOPs a multiply-add.
+    layer = 24 * b * s * h**2 + 4 * b * s**2 * h
     logits = 2 * b * s * h * v
     assert iteration_flops(b, s, n, h, v) == pytest.approx(3 * (n * layer + logits))
     recomputed = iteration_flops(b, s, n, h, v, DERIVED) - iteration_flops(b, s, n, h, v)

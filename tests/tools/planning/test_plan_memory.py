@@ -271,9 +271,8 @@ def test_the_plan_against_a_real_step(number: int) -> None:
     model = model_size(load(overrides).hf_config(), parallel.tensor, parallel.sequence)
     assert engine["parameters"] == model.parameters.total
     assert engine["planned"] == pytest.approx(engine["measured"], rel=0.03)
-    if (
-        load(overrides).zero_stage < 3
-    ):  # MemTracker misses half of ZeRO-3's first step; test_papers_zero.py has it
+    # MemTracker misses half of ZeRO-3's first step; test_papers_zero.py has it.
+    if load(overrides).zero_stage < 3:
         measured, planned = engine["first"]
         assert planned == pytest.approx(measured, rel=0.03)
     before, after = engine["moments"]  # the first step creates them

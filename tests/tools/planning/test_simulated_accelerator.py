@@ -151,9 +151,8 @@ def test_an_accelerator_keeps_what_the_papers_count(
             )
             # Mean and deviation of two norms in fp32, where no layer is recomputed as a whole.
             statistics = 0 if policy["mode"] == "full" else 16 * s * b / shards
-            mask = (
-                2 * s**2 if attention == "eager" and recomputes else 0
-            )  # one for all layers' recomputation
+            # One for all layers' recomputation.
+            mask = 2 * s**2 if attention == "eager" and recomputes else 0
             expected = count * (formula(core) + statistics) + outside + mask
             assert max(one.activations for one in samples) == expected, (
                 attention,

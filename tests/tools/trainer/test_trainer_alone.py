@@ -203,9 +203,8 @@ def test_a_trainers_deepspeed_config_is_refused_as_a_runs_is(
 
 
 def test_a_trainer_may_clip_nothing() -> None:
-    filled = plugin_of(
-        BATCH | {"gradient_clipping": None}
-    )  # "auto", with TrainingArguments(max_grad_norm=None)
+    # "auto", with TrainingArguments(max_grad_norm=None).
+    filled = plugin_of(BATCH | {"gradient_clipping": None})
     assert finalized_settings(filled, Topology(world=1), None).gradient_clipping == 0
 
 

@@ -71,9 +71,8 @@ def check(ranks: Pools, directory: str, folder: Path, case: TrainerCase) -> None
     weights, trained = (
         load_file(folder / name / "model" / "model.safetensors") for name in ("plain", "ours")
     )
-    assert weights.keys() - trained.keys() <= TIED, (
-        case
-    )  # under DeepSpeed transformers writes them too
+    # Under DeepSpeed transformers writes them too.
+    assert weights.keys() - trained.keys() <= TIED, case
     assert all(tensor.isfinite().all() for tensor in trained.values()), case
     check_close(trained, {name: weights[name] for name in trained})
 

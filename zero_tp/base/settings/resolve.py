@@ -98,7 +98,7 @@ def leaves(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class SavedStart:
-    """The state that a resumed run continues from.
+    """What the config of a resumed run takes from its checkpoint.
 
     Attributes:
         config: `RunConfig.resolved()` of the earlier start.

@@ -71,8 +71,6 @@ def check_settings(
 ) -> Combination:
     """Return the checked settings of a DeepSpeed config that has no `zero_tp` block.
 
-    Without `gradient_clipping` nothing is clipped. A run's file gets 1.0, DeepSpeed's default.
-
     Args:
         layers: number of the model's layers; without it, `recompute` is not compared with them.
 
@@ -80,7 +78,7 @@ def check_settings(
         ConfigErrors: all keys that are wrong by themselves or, if there are none, all refused
             combinations.
     """
-    values = {"gradient_clipping": 0.0, **copy.deepcopy(values)}
+    values = copy.deepcopy(values)
     use_current_names(values)
     settings = parse_settings(values, entry_point)
     policy = recompute or RecomputePolicy(mode="none")

@@ -364,6 +364,6 @@ STAGES: dict[int, type[ZeroEngine]] = {
 }
 
 
-def zero_engine(settings: DeepSpeedSettings, topology: Topology) -> ZeroEngine:
+def engine_of_stage(settings: DeepSpeedSettings, topology: Topology) -> ZeroEngine:
     """Return the engine of a config's stage; it is not initialised yet."""
     return STAGES[settings.stage](settings, topology)

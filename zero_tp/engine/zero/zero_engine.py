@@ -117,8 +117,9 @@ class ZeroEngine(ABC):
             self.loss_scale = LossScale(self.deepspeed_engine, self.optimizer)
 
     def _set_schedule(self, updates: int) -> None:
-        """Set the config's schedule, which may differ from a save's, for the step after
-        `updates` updates.
+        """Set the schedule for the next step, after `updates` updates.
+
+        It is the config's, which may differ from that of the saved run.
         """
         if self.scheduler is not None:
             set_schedule(self.scheduler, updates, native_start=self.native_schedule_start)
@@ -139,6 +140,7 @@ class ZeroEngine(ABC):
             loss: of the whole step, for its last micro-batch; without it no spike is found.
         """
         self.veto.begin(loss)
+        # Asked before the step, which counts the micro-batch.
         last = self.deepspeed_engine.is_gradient_accumulation_boundary()
         self._step()
         if last and self.loss_scale is not None:
@@ -183,7 +185,10 @@ class ZeroEngine(ABC):
         }
 
     def restore_progress(self, progress: dict[str, Any]) -> None:
-        """Restore `progress()`. Learning rates follow the config."""
+        """Restore `progress()`.
+
+        Schedule and rates follow the config; only a Trainer reads the saved ones.
+        """
         self.restore_update_count(progress)
         for name in COUNTERS:
             setattr(self.deepspeed_engine, name, progress["counters"][name])

@@ -157,6 +157,7 @@ def experts(config: PretrainedConfig) -> ExpertsSpec:
         count,
         per_token,
         size=getattr(config, "moe_intermediate_size", config.intermediate_size),
+        # Mixtral's class has no such field and normalises; another table passes its own spec.
         normalised=getattr(config, "norm_topk_prob", True),
         loss_weight=config.router_aux_loss_coef if config.output_router_logits else None,
         shared=getattr(config, "shared_expert_intermediate_size", 0),
@@ -337,6 +338,7 @@ def weights(
         block: name of the mixture of experts in files, such as `block_sparse_moe`.
         linears: linear layers of one expert, our name → Hugging Face's.
     """
+    # A new norm with a bias needs an entry here.
     bias = spec.norm == "layer_norm"
     listed = [EMBEDDING, *layer_weights("attention_norm", "input_layernorm", bias=bias)]
     listed += attention_weights(spec) if attention is None else attention

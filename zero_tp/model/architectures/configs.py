@@ -331,9 +331,8 @@ def _pydantic_model(config_class: Any, rules: Fields) -> type[BaseModel]:
         alias: hints[name] for alias, name in config_class.attribute_map.items() if name in hints
     }
     if "rope_parameters" in hints:
-        hints["rope_parameters"] = (
-            dict[str, Any] | None
-        )  # pydantic rejects its TypedDict before Python 3.12
+        # Pydantic rejects its TypedDict before Python 3.12.
+        hints["rope_parameters"] = dict[str, Any] | None
     fields: dict[str, Any] = {
         name: (hint, None) for name, hint in {**hints, **rules.undeclared}.items()
     }

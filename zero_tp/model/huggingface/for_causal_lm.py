@@ -109,9 +109,8 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
                 f'generate: cache_implementation="{cache}" needs an accelerator; leave it out on a '
                 "CPU"
             )
-        options.setdefault(
-            "disable_compile", True
-        )  # with a static cache, generate would compile the forward on CUDA
+        # With a static cache, generate would compile the forward on CUDA.
+        options.setdefault("disable_compile", True)
         with broadcast_rng_state(group, self.device):
             output: Any = super().generate(inputs, generation_config, *arguments, **options)
         sequences = output if isinstance(output, Tensor) else output.sequences

@@ -20,6 +20,7 @@ from zero_tp.model.architectures import native_class_of
 from zero_tp.model.huggingface.pretrained import PretrainedWeights
 from zero_tp.model.huggingface.vocabulary import resize_vocabulary
 from zero_tp.model.recompute.activation_memory import ActivationMemory
+from zero_tp.model.transformer import LAYERS
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.parallel.topology import Topology
 
@@ -39,7 +40,8 @@ class HuggingFaceModel(PretrainedWeights):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
-    _no_split_modules = ["SequentialLayer", "ParallelLayer", "PostNormLayer"]  # noqa: RUF012 - transformers' own
+    # transformers' name: accelerate keeps each on one device.
+    _no_split_modules = [layer.__name__ for layer in LAYERS.values()]  # noqa: RUF012
     _activations: ActivationMemory | None = None
     _checkpointing: tuple[RecomputePolicy, ActivationCheckpointing] | None = None
 

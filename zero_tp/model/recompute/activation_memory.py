@@ -15,7 +15,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.model.parallel_model import ParallelModel
-from zero_tp.model.recompute.recompute import Forward, RecomputedOutput, plain_forward, recompute
+from zero_tp.model.recompute.recompute import Forward, RecomputedOutput, current_forward, recompute
 from zero_tp.model.recompute.stores import (
     ContiguousBuffer,
     HostStore,
@@ -63,6 +63,7 @@ class ActivationMemory:
         self.policy = policy
         self.notes: list[str] = []
         self.layers = policy.recomputed_layers(model.spec.layers) if layers is None else layers
+        # A run's file is checked already; a script may pass any policy.
         if self.layers and self.layers[-1] >= model.spec.layers:
             problem = f"{policy.layers}, but the model has {model.spec.layers}"
             raise UserError(f"zero_tp.recompute.layers: {problem}; use a smaller one")
@@ -70,7 +71,9 @@ class ActivationMemory:
         self._store: Store = InPlaceStore()
         if policy.mode == "full":
             self._store = self._make_store(checkpointing, model.topology, device)
-        self._recomputes = True  # changed by `begin_micro_batch`, if the run calls it
+        # `TrainingEngine` changes it for each micro-batch; a Hugging Face model and the planner
+        # never do.
+        self._recomputes = True
         self._wrapped: list[nn.Module] = []
         modules = {"none": (), "full": ("layer",), "selective": policy.chosen_modules}[policy.mode]
         for index in self.layers:
@@ -80,8 +83,10 @@ class ActivationMemory:
                 self._wrap_module(layer, name)
 
     def begin_micro_batch(self, index: int) -> None:
-        """Begin micro-batch `index` of a step; the first `keep_micro_batches` keep all their
-        activations.
+        """Begin micro-batch `index` of a step.
+
+        The first `keep_micro_batches` keep all their activations; so does an index of -1, whatever
+        the policy.
         """
         self._recomputes = index >= self.policy.keep_micro_batches
 
@@ -96,7 +101,7 @@ class ActivationMemory:
             # The plain forward: `recompute` would call itself if it called the module's.
             module = layer.get_submodule(RECOMPUTED_MODULES[name])
             self._wrap(
-                module, partial(recompute, plain_forward(module), self._streams, self._store)
+                module, partial(recompute, current_forward(module), self._streams, self._store)
             )
             return
         # A shared expert is an MLP inside the MLP, with an activation of its own.
@@ -112,7 +117,7 @@ class ActivationMemory:
         """Replace a module's forward in micro-batches that recompute. Modules and parameters
         keep their names.
         """
-        module.forward = partial(self._run, recomputing, plain_forward(module))
+        module.forward = partial(self._run, recomputing, current_forward(module))
         self._wrapped.append(module)
 
     def _run(self, recomputing: Forward, plain: Forward, *inputs: Any, **options: Any) -> Tensor:

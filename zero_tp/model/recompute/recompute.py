@@ -24,15 +24,18 @@ from zero_tp.parallel.random import RandomStreams
 Forward = Callable[..., Tensor]
 
 
-def plain_forward(module: nn.Module) -> Forward:
-    """Return the module's forward. If it is its class's, a partial: unlike a closure, that
-    follows a deep copy.
+def current_forward(module: nn.Module) -> Forward:
+    """Return the forward that a call of the module runs now.
+
+    It is the module's own attribute, or else its class's as a partial: unlike a closure, that
+    follows a deep copy of the module.
     """
     return vars(module).get("forward") or partial(type(module).forward, module)
 
 
 class _Recompute(torch.autograd.Function):
-    """Run a function without a graph; in backward run it again with one, and its backward.
+    """Run a function without a graph, as torch runs `forward`; in backward run it again with one,
+    and its backward.
 
     Two layers keep their inputs x0 and x1, and at any time the activations of one layer at most:
 
@@ -51,7 +54,7 @@ class _Recompute(torch.autograd.Function):
         function: Forward,
         streams: RandomStreams,
         store: Store,
-        _: Tensor,
+        anchor: Tensor,
         *inputs: Tensor,
     ) -> Tensor:
         ctx.function = function
@@ -79,10 +82,8 @@ class _Recompute(torch.autograd.Function):
             )
         # After function, streams, store and the anchor.
         needed = ctx.needs_input_grad[4:]
-        handles, ctx.handles = (
-            ctx.handles,
-            None,
-        )  # freed with this call, although the graph may live longer
+        # Freed with this call, although the graph may live longer.
+        handles, ctx.handles = (ctx.handles, None)
         inputs = [ctx.store.take(handle) for handle in handles]
         # New leaves: the nested backward ends at them, and leaves their gradients in `grad`.
         inputs = [
@@ -108,8 +109,8 @@ def recompute(
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
-    # Parameters inside need gradients even if no input does (a frozen embedding).
-    # autograd calls a function's backward only if an input of it needs a gradient.
+    # autograd calls a function's backward only if one of its inputs needs a gradient: the anchor
+    # always does. Parameters inside need theirs even if no input does (a frozen embedding).
     anchor = torch.empty(0, device=inputs[0].device, requires_grad=True)
     output: Tensor = _Recompute.apply(partial(forward, **options), streams, store, anchor, *inputs)
     return output
@@ -130,8 +131,8 @@ class RecomputedOutput:
 
     def __init__(self, producer: nn.Module, consumer: nn.Module):
         self.producer = producer
-        self._produce = plain_forward(producer)
-        self._consume = plain_forward(consumer)
+        self._produce = current_forward(producer)
+        self._consume = current_forward(consumer)
         self._last: tuple[Tensor, Tensor] | None = (
             None  # the producer's input and output, until the consumer runs
         )

@@ -169,9 +169,8 @@ class _HostTensor:
         self.copy_back_done: Any = None  # an event
 
     def __del__(self) -> None:
-        if (
-            self.device_copy is not None
-        ):  # never taken: the copy must end before its memory is reused
+        # Never taken: the copy must end before its memory is reused.
+        if self.device_copy is not None:
             torch.get_device_module(self.device).current_stream(self.device).wait_event(
                 self.copy_back_done
             )

@@ -239,9 +239,8 @@ def write_native(
         if merge:
             _move_into(temporary, target)
         else:
-            replaced = (
-                ID_FILES if tokenizer is not None else ()
-            )  # an older tokenizer's files would change the ids
+            # An older tokenizer's files would change the ids.
+            replaced = ID_FILES if tokenizer is not None else ()
             put_in_place(temporary, target, lambda name: _is_weights(name) or name in replaced)
     if problem:
         raise _without_tokenizer(target, tokenizer, config.model_type, problem)

@@ -82,9 +82,8 @@ def native_model(config: PretrainedConfig, *, with_buffers: bool = False) -> Any
             config = copy.deepcopy(config)
             if not native._supports_sdpa:  # MegatronBert
                 config._attn_implementation = "eager"
-            return native(
-                config
-            )  # not by `_from_config`, which partitions over ranks where Trainer runs ZeRO-3
+            # Not by `_from_config`, which partitions over ranks where Trainer runs ZeRO-3.
+            return native(config)
         return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 

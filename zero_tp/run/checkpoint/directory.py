@@ -333,9 +333,8 @@ def prune(run: Path, keep: int, keep_every: int | None = None) -> list[int]:
 
     The newest `keep` stay, and all at multiples of `keep_every`.
     """
-    sync(
-        checkpoints_directory(run), below=False
-    )  # flush the names of the remaining checkpoints first
+    # Flush the names of the remaining checkpoints first.
+    sync(checkpoints_directory(run), below=False)
     removed = []
     # From the oldest on, so that a kill in between leaves the newest ones.
     for step in complete_steps(run)[:-keep]:

@@ -113,8 +113,8 @@ def _file_id(checkpoint: Path) -> tuple[int, ...] | None:
 def find_readable_checkpoint(run: Path, resume_from: Path | None = None) -> RunCheckpoint | None:
     """Open the checkpoint that a run will resume, as far as its manifest tells; None for a new run.
 
-    Each rank calls it alone, because its config depends on it. `find_on_all_ranks` decides, and
-    reports what cannot be read.
+    Each rank calls it alone, before it reads the run's config, which depends on the checkpoint
+    (`saved_start`). Later `find_on_all_ranks` decides, and reports what cannot be read.
 
     Args:
         resume_from: a checkpoint or run to resume from, before this run's own.

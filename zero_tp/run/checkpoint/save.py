@@ -143,10 +143,8 @@ class Saver:
             self.wait()
 
     def _begin(self) -> dict[str, Any]:
-        for key in (
-            "begin",
-            "outcome",
-        ):  # of the save before last, whose messages all ranks have read
+        # Of the save before last, whose messages all ranks have read.
+        for key in ("begin", "outcome"):
             self._store.delete_key(f"{self._count - 2}/{key}")
         self._check_owner()  # `begin` removes temporary files, which may be another launch's
         return {"directory": directory.begin(self.run).name}
@@ -221,9 +219,8 @@ class Saver:
                     if key.isdigit()
                     else f"rank 0 has not reported the save's {key}"
                 )
-            time.sleep(
-                max(POLL_SECONDS, min(LONGEST_POLL_SECONDS, waited / 20))
-            )  # a thousand ranks poll one store
+            # A thousand ranks poll one store.
+            time.sleep(max(POLL_SECONDS, min(LONGEST_POLL_SECONDS, waited / 20)))
         message: dict[str, Any] = json.loads(self._store.get(path))
         return message
 

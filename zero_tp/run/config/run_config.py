@@ -94,9 +94,8 @@ class RunConfig:
                 combinations.
         """
         path = Path(path)
-        suggestion = (
-            "" if path.exists() else did_you_mean(str(path), config_names())
-        )  # lists them if none is similar
+        # Lists them if none is similar.
+        suggestion = "" if path.exists() else did_you_mean(str(path), config_names())
         remedy = "give the path of a JSON config, or a name of ds_configs"
         remedy += f": {suggestion}" if "?" in suggestion else ""
         values = read_json(path, remedy)
@@ -311,6 +310,7 @@ def _check_keys(
     with collector:
         # Each block of this function adds its errors to the collector, so that one start shows all
         # wrong keys.
+        # Only for its errors: the sections are made after `fill`.
         parse_settings(values, auto_keys=auto_keys)
     with collector:
         zero_tp = _check_block(block)

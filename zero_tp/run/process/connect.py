@@ -65,9 +65,8 @@ def connect(
 
         device_type = str(get_accelerator().device_name())
     if environment.world > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(
-            environment.cores
-        )  # by default each rank would start a thread for each core
+        # By default each rank would start a thread for each core.
+        torch.set_num_threads(environment.cores)
     device = torch.device("cpu")
     bound_device = None
     if device_type != "cpu":
@@ -107,9 +106,8 @@ def rank_device(environment: RankEnvironment, device_type: str) -> torch.device:
     if count == 1 and any(
         os.environ.get(name) for name in get_accelerator().visible_devices_envs()
     ):
-        return torch.device(
-            device_type, 0
-        )  # srun --gpus-per-task=1 hides the devices of the other ranks
+        # Srun --gpus-per-task=1 hides the devices of the other ranks.
+        return torch.device(device_type, 0)
     if (index or 0) >= count:
         raise UserError(f"local rank {index} has no {device_type} device: this machine has {count}")
     return torch.device(device_type, index or 0)

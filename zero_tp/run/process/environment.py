@@ -50,9 +50,8 @@ class RankEnvironment:
     @staticmethod
     def of_this_process(variables: Mapping[str, str] = os.environ) -> RankEnvironment:
         """Read the launcher's variables and find the launcher's process."""
-        if (
-            "SLURM_STEP_NUM_TASKS" not in variables
-        ):  # a batch script is not a task, but has Slurm's other variables
+        # A batch script is not a task, but has Slurm's other variables.
+        if "SLURM_STEP_NUM_TASKS" not in variables:
             variables = {
                 name: value for name, value in variables.items() if not name.startswith("SLURM_")
             }

@@ -163,9 +163,8 @@ class _Rank:
         self._exit_after(EXIT_SECONDS, 0)
         distributed = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_initialized():
-            with contextlib.suppress(
-                RuntimeError, OSError, ValueError
-            ):  # another rank has exited before this one
+            # Another rank has exited before this one.
+            with contextlib.suppress(RuntimeError, OSError, ValueError):
                 distributed.destroy_process_group()
         atexit._run_exitfuncs()
 
@@ -221,9 +220,8 @@ class _Rank:
 
     def _describe(self, error: BaseException) -> str:
         frames = error.__traceback__
-        frames = (
-            frames.tb_next if frames is not None and frames.tb_next is not None else frames
-        )  # skip `_run_main`
+        # Skip `_run_main`.
+        frames = frames.tb_next if frames is not None and frames.tb_next is not None else frames
         lines = "".join(traceback.format_exception(type(error), error, frames)).rstrip().split("\n")
         report = "".join(f"rank {self._environment.rank}: {line}\n" for line in lines)
         return (
@@ -309,9 +307,8 @@ class _Rank:
         timer.start()
 
     def _exit(self, status: int) -> NoReturn:
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # the pipe is broken, or the stream is closed
+        # The pipe is broken, or the stream is closed.
+        with contextlib.suppress(OSError, ValueError):
             # `os._exit` flushes nothing.
             sys.stdout.flush()
         os._exit(status)
@@ -324,9 +321,8 @@ def _may_be_lost_peer(error: BaseException | None) -> bool:
     """
     if error is None:
         return False
-    bases = {
-        base.__name__ for base in type(error).__mro__
-    }  # by name, because torch may not be loaded
+    # By name, because torch may not be loaded.
+    bases = {base.__name__ for base in type(error).__mro__}
     by_type = "DistError" in bases or isinstance(error, (ConnectionError, TimeoutError))
     by_text = isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
     # The error of the connection may be the cause of a library's own exception.

@@ -108,9 +108,8 @@ class NodeWatch:
         exits = select.poll()
         while True:
             for process in self._find_ranks():
-                with contextlib.suppress(
-                    OSError
-                ):  # it has ended, or Linux is older than 5.3: then poll() times out
+                # It has ended, or Linux is older than 5.3: then poll() times out.
+                with contextlib.suppress(OSError):
                     exits.register(os.pidfd_open(process.pid), select.POLLIN)
             # The poll ends as soon as a rank does, usually before its launcher reaps it. Without
             # descriptors it is a pause of a second.
@@ -132,9 +131,8 @@ class NodeWatch:
             return new
         with contextlib.suppress(psutil.Error):  # the launcher has ended
             for process in parent.children():
-                with contextlib.suppress(
-                    psutil.Error, StopIteration
-                ):  # the child has ended, or is not a rank
+                # The child has ended, or is not a rank.
+                with contextlib.suppress(psutil.Error, StopIteration):
                     # A launcher has other children, too. A rank is known by the variables that the
                     # launcher gave it.
                     variables = process.environ()

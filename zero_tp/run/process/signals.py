@@ -108,9 +108,8 @@ def listen(act: Callable[[set[int]], None]) -> None:
     # counts is the byte with the signal's number: Python's C code writes it to the pipe at once,
     # whatever the main thread does.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        if (
-            signal.getsignal(number) is not signal.SIG_IGN
-        ):  # a shell's background jobs ignore SIGINT
+        # A shell's background jobs ignore SIGINT.
+        if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     read_end, write_end = os.pipe()
     # `set_wakeup_fd` requires it: a full pipe must not block a signal handler.

@@ -66,9 +66,8 @@ class Watchdog:
         self._world = 1
         self._round_seconds = ROUND_SECONDS
         self._store: Any = None
-        self._requests = ThreadPoolExecutor(
-            1, "store"
-        )  # a request to a dead machine's store never returns
+        # A request to a dead machine's store never returns.
+        self._requests = ThreadPoolExecutor(1, "store")
         self._messages = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)

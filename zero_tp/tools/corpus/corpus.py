@@ -1,13 +1,13 @@
 """`prepare` makes a corpus from documents. Its stages, in the order of this module:
 
-1. `Preparation.read`: the inputs are read once, block by block, in as many processes as there are
-cores. Each process
-   checks, repairs and hashes documents, and tokenizes them if the tokenizer exists. The results go
-   to a `Spool`.
-2. `Preparation.select`: duplicates and contaminated documents are removed, and the validation set
-is selected. 3. `Preparation.encode`: unless the tokenizer exists, it is trained, and then the
-documents are tokenized. 4. `write_output`: both corpora, the validation texts and the report; then
-the output replaces an older one.
+1. `Preparation.read` reads the inputs once, block by block, in several processes. Each checks,
+   repairs and hashes documents, and tokenizes them if the tokenizer exists. Results go to a
+   `Spool`.
+2. `Preparation.select` removes duplicates and contaminated documents, and selects the validation
+   set.
+3. `Preparation.encode` trains the tokenizer unless it exists, and then tokenizes the documents.
+4. `write_output` writes both corpora, the validation texts and the report. Then the output
+   replaces an older one.
 
 An interrupted preparation resumes from a hidden directory next to the output, which holds spools
 and the trained tokenizer: a kill loses only blocks that were not committed. Memory holds 53 bytes a
@@ -101,9 +101,8 @@ def prepare(
     sources = find_sources(inputs, settings.text_key, settings.documents, settings.stdin)
     if processes is not None and processes < 1:
         raise UserError(f"processes {processes}: at least 1")
-    real_output = Path(
-        os.path.realpath(output)
-    )  # of a symbolic link, the directory is replaced and not the link
+    # Of a symbolic link, the directory is replaced and not the link.
+    real_output = Path(os.path.realpath(output))
     spool_directory = hidden_sibling(real_output, "progress")
     # Standard input and the hub may give other documents the next time.
     can_resume = all(source.path is not None for source in sources)
@@ -141,9 +140,8 @@ def prepare(
                 staging, documents, encoded_blocks, encoder, compute_identity(), preparation.seconds
             )
             put_in_place(staging, real_output, is_stale=lambda name: name == REMOVED)
-            (spool_directory / COMMITTED).unlink(
-                missing_ok=True
-            )  # the spool is not needed any more
+            # The spool is not needed any more.
+            (spool_directory / COMMITTED).unlink(missing_ok=True)
     return Prepared(output, report, reused=False, resumed=resumed)
 
 

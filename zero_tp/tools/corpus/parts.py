@@ -90,9 +90,8 @@ def merge(
             raise UserError(f"{problem}: {path} is damaged: {_REMEDY}")
     seconds = {"reading": time.perf_counter() - started, "tokenizer": 0.0}
     settings = manifests[0].settings
-    described = [
-        part.model_dump(exclude={"tokenizer"}) for part in manifests
-    ]  # `settings` has its files' hash
+    # `settings` has its files' hash.
+    described = [part.model_dump(exclude={"tokenizer"}) for part in manifests]
     sha256 = hashlib.sha256(json.dumps(described).encode()).hexdigest()
     # The manifests have the hash of each file, so a hash of the manifests covers the whole content.
     identity = {**settings, "format": FORMAT, "parts": sha256, "validation": validation}
@@ -181,7 +180,6 @@ def _join(paths: Sequence[Path], manifests: Sequence[Part]) -> DocumentTable:
         # From the manifests and not from the spools: a reader has dropped records that no spool has
         # seen.
         counts.add(part.documents.read, part.documents.dropped, part.documents.problems)
-    in_order = sorted(
-        blocks, key=lambda block: block.source
-    )  # stable: by part, then as they were written
+    # Stable: by part, then as they were written.
+    in_order = sorted(blocks, key=lambda block: block.source)
     return DocumentTable(in_order, [name for *_, name in inputs], counts)

@@ -48,9 +48,8 @@ def _word_pattern() -> re.Pattern[str]:
     """Return the pattern of a word, as UTS 18 defines it: Python's `\\w` lacks marks (vowel
     signs, points), joiners.
     """
-    candidates = map(
-        chr, (*range(0x300, 0x20000), *range(0xE0100, 0xE01F0))
-    )  # there are no other marks
+    # There are no other marks.
+    candidates = map(chr, (*range(0x300, 0x20000), *range(0xE0100, 0xE01F0)))
     marks = "".join(letter for letter in candidates if unicodedata.category(letter).startswith("M"))
     # The lookahead, which fails at once in Latin text, saves half of the time there.
     return re.compile(rf"\w+(?:(?=[^\0-\u02ff])[{marks}\u200c\u200d]+\w*)*")
@@ -217,8 +216,7 @@ class EvaluationSets:
             return True
         hashes = ngram_hashes(document.text)
         # A hash larger than all of the set's has the position behind its end, which cannot be read.
-        positions = np.searchsorted(
-            self.hashes, hashes
-        )  # np.isin would sort the sets for each document
+        # np.isin would sort the sets for each document.
+        positions = np.searchsorted(self.hashes, hashes)
         is_inside = positions < len(self.hashes)
         return bool((self.hashes[positions[is_inside]] == hashes[is_inside]).any())

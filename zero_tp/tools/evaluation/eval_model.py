@@ -89,6 +89,7 @@ class ParallelScorer:
         self.model = model
 
     def __call__(self, input_ids: Tensor, labels: Tensor) -> TokenScores:
+        # "none": the loss of each label, [b, n, k], 0 where it is -100; and is it the argmax?
         output = self.model(input_ids, shift_labels=labels, reduction="none")
         return TokenScores(output.loss, output.greedy)
 

@@ -251,9 +251,8 @@ class LMEvalTask(Task):
                 "--apply-chat-template: the model's tokenizer has no chat template; leave it out"
             )
         for task in self.loaded["tasks"].values():
-            task.set_fewshot_seed(
-                DEFAULT_OTHER_SEED
-            )  # an earlier evaluation advanced its generator
+            # An earlier evaluation advanced its generator.
+            task.set_fewshot_seed(DEFAULT_OTHER_SEED)
         # The sandbox holds here too: templates are rendered once more, and filters and metrics run.
         with lm_eval_settings(sandbox=self.sandbox), _refused_documents():
             lm = LMEvalModel(model, self.name)
@@ -414,9 +413,8 @@ def _check_question(task: Any, document: Any) -> None:
     else:
         gold = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
     check_choices(choices, gold)
-    if (task.get_config("dataset_kwargs") or {}).get(
-        "data_files"
-    ):  # in lm-eval's own data sets, as lm-eval does
+    # In lm-eval's own data sets, as lm-eval does.
+    if (task.get_config("dataset_kwargs") or {}).get("data_files"):
         check_texts(choices)
 
 

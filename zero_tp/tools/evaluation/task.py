@@ -1,4 +1,4 @@
-"""The interface, options and data of zero-shot tasks. Needs no torch."""
+"""The interface of zero-shot tasks, and readers of their data. Needs no torch."""
 
 from __future__ import annotations
 

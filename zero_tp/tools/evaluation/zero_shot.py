@@ -1,4 +1,4 @@
-"""Zero-shot evaluation: its settings, the table of tasks, and `evaluate`, which runs them.
+"""Zero-shot evaluation: the table of zero_tp's own tasks, and `evaluate`, which runs tasks.
 
 Options, files and the data of zero_tp's own tasks are checked before torch, transformers or lm-eval
 are imported, which takes up to half a minute.

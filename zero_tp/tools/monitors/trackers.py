@@ -129,9 +129,8 @@ class Tracker:
         logger: Any = logging.getLogger(tracking.__name__)
         logger.warning_once = logger.warning
         tracking.logger = logger
-        run_id = (
-            run.saved_id(name) if run.step else None
-        )  # a start from step 0 is a new run of the service
+        # A start from step 0 is a new run of the service.
+        run_id = run.saved_id(name) if run.step else None
         arguments = service.arguments(run, options, run_id)
         # Comet's `run_name` has no default.
         arguments = {

@@ -32,9 +32,8 @@ from zero_tp.base.constants import DTYPES
 from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
-from zero_tp.model.causal_lm import CausalLM
 from zero_tp.model.context import PackedSequences
-from zero_tp.model.masked_lm import MaskedLM
+from zero_tp.model.model_class import model_class
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.model.recompute.stores import MAX_COPIES_OUT
@@ -106,9 +105,8 @@ def fake_micro_batch(
         stack.enter_context(FakeTensorMode())
         spec = architecture_of(config).spec(config)
         recomputed = workload.policy.recomputed_layers(spec.layers)
-        if (
-            workload.policy.keep_micro_batches
-        ):  # the micro-batch that keeps all its activations has the peak
+        # The micro-batch that keeps all its activations has the peak.
+        if workload.policy.keep_micro_batches:
             recomputed = range(0)
         windows_and_mlps = enumerate(zip(spec.windows, spec.mlps, strict=True))
         kinds = [
@@ -132,8 +130,7 @@ def fake_micro_batch(
         windows = tuple(kind.window for kind in executed)
         mlps = tuple(kind.mlp for kind in executed)
         options: dict[str, Any] = {"pack": pack_single_tokens} if spec.causal else {}
-        model_class: type[ParallelModel] = CausalLM if spec.causal else MaskedLM
-        model = model_class(
+        model = model_class(spec)(
             config,
             fake_tp_topology(workload.tensor, workload.sequence),
             **options,

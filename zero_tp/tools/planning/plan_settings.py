@@ -150,7 +150,7 @@ class ZeroSettings:
     """The settings that ZeRO's and the optimizer's memory and communication depend on.
 
     Attributes:
-        stage, data: ZeRO's stage, and N_d.
+        stage, data: ZeRO's stage, and the DP size N_d.
         cpu: the device is the CPU, and its memory is the host's.
         accumulation: micro-batches of a step.
         grad_accum_itemsize: bytes of an element of accumulated gradients (`grad_accum_dtype`).
@@ -159,8 +159,9 @@ class ZeroSettings:
         moments: bytes of the optimizer's states for one parameter, without the fp32 master.
         torch_optimizer: the optimizer is an unfused class of torch whose update allocates
             temporaries.
-        clips_gradients: see `gradient_clipping`.
-        copies_gradients: see `zero_tp.engine.zero.facts.copies_gradients`.
+        clips_gradients: `gradient_clipping` is above 0.
+        copies_gradients: a key makes DeepSpeed copy gradients (`contiguous_gradients`,
+            `grad_accum_dtype`).
         overlap: `overlap_comm`.
         requests_owner_reduction: the config asks for reductions to the gradients' owners; see
             `reduces_to_owners`.

@@ -255,9 +255,8 @@ class StepTimeEstimator:
         # Two residual dropouts; each reads and writes the tensor and has a mask of one byte an
         # element. Backward reads the mask.
         dropped = 2 * (2 * e + 1) * stream if spec.dropouts.residual else 0.0
-        bias_in_product = (
-            self.workload.tensor == 1
-        )  # with TP a row-parallel bias is added after the reduction
+        # With TP a row-parallel bias is added after the reduction.
+        bias_in_product = self.workload.tensor == 1
         queries, keys = 2 * e * layer.queries, 2 * e * self._keys  # read and written
         rotated = 0.0 if spec.rotary is None else 2 * (queries + keys)
         eager = spec.attention == "eager"

@@ -387,9 +387,8 @@ class ZeroMemory:
         if zero.stage in (0, 3) or zero.keeps_gradients_in_place or zero.separate_fp32_grads:
             states = self.in_micro_batch("backward", total, -1)
             copied = 0  # bytes for each element
-            if (
-                zero.stage == 0 or zero.separate_fp32_grads
-            ):  # a flat copy, and its cast to another dtype
+            # A flat copy, and its cast to another dtype.
+            if zero.stage == 0 or zero.separate_fp32_grads:
                 copied = sum({self._grad_itemsize, zero.communication_itemsize})
             # A set, because a cast to the same dtype returns the flat tensor itself. A single
             # replica has nothing to send.
@@ -519,9 +518,8 @@ class ZeroMemory:
         temporaries = self._temporaries(updated, 2, updated)
         if zero.offload_optimizer:
             return states._replace(host=states.host + temporaries)
-        if (
-            zero.keeps_gradients_in_place
-        ):  # a group's gradients are freed after their conversion to fp32
+        # A group's gradients are freed after their conversion to fp32.
+        if zero.keeps_gradients_in_place:
             states = states._replace(gradients=states.gradients - zero.itemsize * updated)
         return states._replace(buffers=self.states.buffers + temporaries)
 

@@ -42,9 +42,8 @@ def panels(runs: list[Run]) -> dict[str, dict[str, str]]:
     PANELS come first, then evaluations, then the objective's other figures.
     """
     names = dict.fromkeys(name for run in runs for name in run.series)
-    drawn = {name for series in PANELS.values() for name in series} | {
-        f"{VALIDATION}perplexity"
-    }  # exp of the loss
+    # Exp of the loss.
+    drawn = {name for series in PANELS.values() for name in series} | {f"{VALIDATION}perplexity"}
     evaluations = [name for name in names if is_evaluation(name) and name not in drawn]
     others = [
         name for name in names if name.endswith(("_accuracy", "_loss")) and not is_evaluation(name)

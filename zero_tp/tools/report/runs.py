@@ -78,9 +78,8 @@ def read_runs(directories: list[Path]) -> list[Run]:
     #     2 parts    a/seed1 b/seed1 b/seed2    3 names
     while len(names := {"/".join(path.parts[-parts:]): path for path in absolute}) < len(absolute):
         parts += 1
-    shown = (
-        name.encode(errors="backslashreplace").decode() for name in names
-    )  # matplotlib needs valid UTF-8
+    # Matplotlib needs valid UTF-8.
+    shown = (name.encode(errors="backslashreplace").decode() for name in names)
     return [_read(directory, name) for directory, name in zip(directories, shown, strict=True)]
 
 

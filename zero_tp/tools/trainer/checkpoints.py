@@ -131,9 +131,8 @@ def resume_states(zero: ZeroEngine, scheduler: Any, folder: Path, seed: int) -> 
     Resume(checkpoint).restore(zero, seed)
     progress = checkpoint.manifest.progress
     if zero.scheduler is None and progress.schedule is not None:
-        if (
-            "last_batch_iteration" in progress.schedule
-        ):  # of each scheduler of DeepSpeed, and of none of torch
+        # Of each scheduler of DeepSpeed, and of none of torch.
+        if "last_batch_iteration" in progress.schedule:
             raise UserError(
                 f"{checkpoint.path}: its learning rate came from a scheduler of DeepSpeed's "
                 "config, which this run "

@@ -57,9 +57,8 @@ def fill_left_out_keys(deepspeed_config: Any, args: Any) -> None:
         for block in blocks:
             ours = ours.setdefault(block, {})
             theirs = theirs.get(block, {})
-        if (
-            isinstance(ours, dict) and key not in theirs
-        ):  # a `params` that is no object is refused later
+        # A `params` that is no object is refused later.
+        if isinstance(ours, dict) and key not in theirs:
             ours[key] = "auto"
     # it has compared the written values already, and does so again
     deepspeed_config.mismatches.clear()

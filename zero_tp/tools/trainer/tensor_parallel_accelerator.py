@@ -32,7 +32,7 @@ from zero_tp.engine.settings.parse import check_settings
 from zero_tp.engine.settings.rule import EntryPoint
 from zero_tp.engine.settings.rules import notes
 from zero_tp.engine.zero.ops import check_nvme
-from zero_tp.engine.zero.stages import zero_engine
+from zero_tp.engine.zero.stages import engine_of_stage
 from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.parallel.layout import audit
 from zero_tp.parallel.topology import Topology
@@ -147,7 +147,7 @@ class TensorParallelAccelerator(Accelerator):
         settings = finalized_settings(self.deepspeed_plugin, self.topology, self.clipping)
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer = _sharded_optimizer(optimizer, settings)
-        zero = zero_engine(settings, self.topology)
+        zero = engine_of_stage(settings, self.topology)
         # Under plain Trainer a schedule of DeepSpeed's config starts where DeepSpeed starts it;
         # `pretrain` corrects its first steps.
         zero.native_schedule_start = True
@@ -204,9 +204,8 @@ def finalized_settings(
         },
     )
     values: dict[str, Any] = copy.deepcopy(plugin.deepspeed_config)
-    values["gradient_clipping"] = (
-        values.get("gradient_clipping", clipping) or 0.0
-    )  # Trainer's None clips nothing
+    # Trainer's None clips nothing.
+    values["gradient_clipping"] = values.get("gradient_clipping", clipping) or 0.0
     micro = values["train_micro_batch_size_per_gpu"]
     accumulation = values["gradient_accumulation_steps"]
     # accelerate multiplies by all ranks; those of a TP group have the same samples.
@@ -234,9 +233,8 @@ def _sharded_optimizer(
     For states that are offloaded it is DeepSpeed's of the same kind, as with accelerate.
     """
     name = type(optimizer).__name__
-    library = type(optimizer).__module__.partition(".")[
-        0
-    ]  # bitsandbytes has an AdamW too, with states in blocks
+    # Bitsandbytes has an AdamW too, with states in blocks.
+    library = type(optimizer).__module__.partition(".")[0]
     if name not in TRAINABLE_OPTIMIZERS or library not in ("torch", "deepspeed"):
         reason = "its update of a tensor may need the whole tensor, and a rank holds a shard"
         if library in ("torch", "deepspeed", "transformers"):

@@ -123,9 +123,8 @@ class TensorParallel(Base):
             raise UserError(
                 "ZeroTPTrainer: give it a model and TrainingArguments; a model_init is not built"
             )
-        if isinstance(model, nn.Module) and not getattr(
-            model, "peft_config", None
-        ):  # `parallel_model` refuses others
+        # `parallel_model` refuses others.
+        if isinstance(model, nn.Module) and not getattr(model, "peft_config", None):
             check_trainable(model)
         if isinstance(model, ParallelModel) and tensor_parallel not in (1, model.topology.tensor):
             raise UserError(
@@ -198,10 +197,8 @@ class TensorParallel(Base):
                 '{"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": "auto", …}'
             )
         fill_left_out_keys(self.accelerator.state.deepspeed_plugin.hf_ds_config, self.args)
-        options = {
-            **self._accelerator_options,
-            "deepspeed_plugin": None,
-        }  # accelerate's state has it already
+        # Accelerate's state has it already.
+        options = {**self._accelerator_options, "deepspeed_plugin": None}
         clipping = self.args.max_grad_norm
         on_engine = partial(setattr, self, "zero")
         self.accelerator = TensorParallelAccelerator(self.topology, clipping, on_engine, **options)
@@ -282,9 +279,8 @@ class TensorParallel(Base):
                 "loss without it; "
                 "add the column, or use the class without that head, such as BertForMaskedLM"
             )
-        if (
-            "next_sentence_label" in arguments and num_items_in_batch is not None
-        ):  # both were counted together
+        # Both were counted together.
+        if "next_sentence_label" in arguments and num_items_in_batch is not None:
             arguments["num_rows_in_batch"] = self._labelled_rows
         loss = super().compute_loss(
             model, arguments, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
@@ -308,9 +304,8 @@ class TensorParallel(Base):
         # Trainer would call `deepspeed_init(inference=True)`, which accepts ZeRO-3 only and makes
         # an engine.
         if self.deepspeed is None:
-            self.deepspeed = (
-                self.model
-            )  # before any training the model is evaluated without an engine
+            # Before any training the model is evaluated without an engine.
+            self.deepspeed = self.model
         output = super().evaluation_loop(*arguments, **options)
         # 8 samples in batches of 2, TP 2 × DP 2: 2 steps. Trainer divides by 2 · 4 ranks and would
         # report 1.
@@ -392,9 +387,8 @@ class TensorParallel(Base):
         loading = self.is_distributed_loading_by_transformers
         self.is_distributed_loading_by_transformers = True
         try:
-            self._save(
-                output_dir
-            )  # the flag makes `_save` call the model's save_pretrained on every rank
+            # The flag makes `_save` call the model's save_pretrained on every rank.
+            self._save(output_dir)
         finally:
             self.is_distributed_loading_by_transformers = loading
         if self.args.should_save:
