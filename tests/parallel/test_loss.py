@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.compare import check_close, grid, leaf, piece_of
 from tests.support.pools import Pools
-from tests.tiers import in_tiers
+from tests.tiers import examples, in_tiers
 from zero_tp.parallel import elementwise
 from zero_tp.parallel import loss as module
 from zero_tp.parallel.collectives import all_gather
@@ -167,7 +167,7 @@ def cross_entropy(case: Case) -> set[str]:
 
 
 # No shrinking: a failure on one rank costs a new pool.
-@settings(max_examples=40, phases=[Phase.explicit, Phase.generate])
+@settings(examples(20, 40), phases=[Phase.explicit, Phase.generate])
 @given(
     st.builds(
         Case,

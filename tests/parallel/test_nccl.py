@@ -140,7 +140,14 @@ LINEAR_FORWARD, LINEAR_BACKWARD = 2, 2 * (2 + 1)
 and scatters once for each pair of a column and a row layer.
 """
 CASES = [
-    pytest.param("gpt2", True, "full", 2 * LINEAR_FORWARD + LINEAR_BACKWARD, id="gpt2-SP-full"),
+    pytest.param(
+        "gpt2",
+        True,
+        "full",
+        2 * LINEAR_FORWARD + LINEAR_BACKWARD,
+        id="gpt2-SP-full",
+        marks=THOROUGH,
+    ),
     pytest.param(
         "gpt2", True, "none", LINEAR_FORWARD + LINEAR_BACKWARD, id="gpt2-SP", marks=THOROUGH
     ),

@@ -226,6 +226,7 @@ def places(seen: Seen, read: bool) -> dict[str, int]:
     return {place: count for (what, place), count in seen.waits.items() if (what == READ) == read}
 
 
+@THOROUGH
 @pytest.mark.parametrize("name", in_tiers(list(CASES), ["3"], every=2))
 def test_an_asynchronous_device_gives_the_same_run(ranks: Pools, tmp_path: Path, name: str) -> None:
     case = CASES[name]

@@ -75,12 +75,11 @@ def moved(path: str, run: str, again: str, saved: int) -> list[tuple[float, floa
 
 
 HEAVY = (BF16_ZERO3, BF16_UNPARTITIONED, OFFLOADED, THREE)
-FIRST = (UNEVEN_2,)
 SOURCES = [
     pytest.param(
         source,
         id=source.name,
-        marks=pytest.mark.heavy if source in HEAVY else () if source in FIRST else THOROUGH,
+        marks=pytest.mark.heavy if source in HEAVY else THOROUGH,
     )
     for source in PAIRS
 ]
