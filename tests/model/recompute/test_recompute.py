@@ -256,11 +256,15 @@ def test_a_forward_that_someone_has_replaced_still_runs() -> None:
     model: Any = ZeroTPForCausalLM(model_of("gpt2", dropout=0.0), grid(1, False), seed=1)
     layer = model.transformer.layers[0]
     layer.forward = replaced = mock.Mock(wraps=layer.forward)
-    ActivationMemory(
+    memory = ActivationMemory(
         model, RecomputePolicy(mode="full"), ActivationCheckpointing(), torch.device("cpu")
     )
     model(tokens, labels=tokens).loss.backward()
     assert replaced.call_count == 2  # again in backward
+    memory.remove()
+    assert layer.forward is replaced
+    model(tokens, labels=tokens).loss.backward()
+    assert replaced.call_count == 3
 
 
 def compare(ranks: Pools, kind: str, seed: int, tensor: int, sequence: bool, stage: int) -> None:

@@ -74,7 +74,8 @@ class ActivationMemory:
         # `TrainingEngine` changes it for each micro-batch; a Hugging Face model and the planner
         # never do.
         self._recomputes = True
-        self._wrapped: list[nn.Module] = []
+        # Each module with its own forward before, if it had one instead of its class's.
+        self._wrapped: list[tuple[nn.Module, Forward | None]] = []
         modules = {"none": (), "full": ("layer",), "selective": policy.chosen_modules}[policy.mode]
         for index in self.layers:
             for name in modules:
@@ -92,8 +93,10 @@ class ActivationMemory:
 
     def remove(self) -> None:
         """Restore the modules' own forwards."""
-        for module in self._wrapped:
+        for module, before in self._wrapped:
             del module.forward
+            if before is not None:
+                module.forward = before
         self._wrapped.clear()
 
     def _wrap_module(self, layer: TransformerLayer, name: str) -> None:
@@ -117,8 +120,8 @@ class ActivationMemory:
         """Replace a module's forward in micro-batches that recompute. Modules and parameters
         keep their names.
         """
+        self._wrapped.append((module, vars(module).get("forward")))
         module.forward = partial(self._run, recomputing, current_forward(module))
-        self._wrapped.append(module)
 
     def _run(self, recomputing: Forward, plain: Forward, *inputs: Any, **options: Any) -> Tensor:
         return (recomputing if self._recomputes else plain)(*inputs, **options)
