@@ -126,7 +126,8 @@ class TrainingEngine:
         self._norm: Tensor | float = float("nan")
         self.skipped = False
         self._figures = torch.full((len(self.model.metric_names),), float("nan"))
-        # The stage's own has no bounds; the norms that it wraps read `self.veto` at each step.
+        # Replaces the stage's own veto, which has no bounds. What the stage has wrapped reads
+        # `self.veto` at each step.
         self.zero.veto = StepVeto(topology, spike)
         self.on_phase: Callable[[str], None] | None = None
         self.model.register_forward_pre_hook(lambda *_: self._enter("forward"))

@@ -49,7 +49,7 @@ class OneCycle(ConfigModel):
 
 
 class WarmupLR(ConfigModel):
-    """Without `warmup_max_lr`, the warm-up ends at `optimizer.params.lr`."""
+    """Without `warmup_max_lr`, DeepSpeed ends the warm-up at the optimizer's rate; only here."""
 
     warmup_min_lr: NonNegative = 0.0
     warmup_max_lr: NonNegative | None = None

@@ -72,7 +72,7 @@ class UnpartitionedStates(ZeroEngine):
         rank 0 saves         A0 A1 A2         B0 B1          (`checkpoint_slice`)
         rank 1 saves         A3 A4            B2
 
-    DeepSpeed's own clipping is off: see `deepspeed_clips`.
+    DeepSpeed's own clipping is off: see `facts.deepspeed_clips`.
     """
 
     def __init__(self, settings: DeepSpeedSettings, topology: Topology):

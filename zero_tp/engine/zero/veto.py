@@ -16,7 +16,8 @@ from zero_tp.parallel.topology import Topology
 class StepVeto:
     """Skips a step with gradients that are not finite, or with a spike, on all ranks alike.
 
-    DeepSpeed finds gradients that are not finite by itself where it clips (`deepspeed_clips`).
+    DeepSpeed finds gradients that are not finite by itself where it clips
+    (`facts.deepspeed_clips`).
 
     Attributes:
         recent: [loss, norm] of the last steps, for the next judgement; checkpoints save it.

@@ -110,7 +110,8 @@ class ZeroEngine(ABC):
             raise RuntimeError(
                 f"DeepSpeed has {replicas} data-parallel ranks, the topology {self.topology.data}"
             )
-        # DeepSpeed has begun its schedule one iteration early (`set_schedule`).
+        # DeepSpeed has begun its schedule at iteration -1; here the first step gets the schedule's
+        # value at 1 (`set_schedule`).
         self._set_schedule(0)
         self.loss_scale = None
         if self.deepspeed_engine.fp16_enabled():
@@ -131,10 +132,10 @@ class ZeroEngine(ABC):
     def step(self, loss: Tensor | None = None) -> None:
         """End a micro-batch's backward; after the last of a step: norm, veto, clip and update.
 
-        At stages 1 to 3 DeepSpeed's step does all of them and asks the veto for spikes; at stage 0
-        `UnpartitionedStates` computes the norm, vetoes and clips before DeepSpeed updates.
-        A spike skips the update, as DeepSpeed skips one with gradients that are not finite, but
-        keeps fp16's loss scale.
+        At stages 1 to 3 DeepSpeed's step does all of them, and asks the veto for spikes in what
+        the stage's `initialize` (stages.py) wraps; at stage 0 `UnpartitionedStates` computes the
+        norm, vetoes and clips before DeepSpeed updates. A spike skips the update, as DeepSpeed
+        skips one with gradients that are not finite, but keeps fp16's loss scale.
 
         Args:
             loss: of the whole step, for its last micro-batch; without it no spike is found.

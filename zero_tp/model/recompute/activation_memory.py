@@ -26,7 +26,7 @@ from zero_tp.model.recompute.stores import (
 from zero_tp.model.transformer import TransformerLayer
 from zero_tp.parallel.topology import Topology
 
-RECOMPUTED_MODULES = {"layer": "", "attention_core": "attention.core"}
+RUN_AGAIN = {"layer": "", "attention_core": "attention.core"}
 """Parts of a layer that backward runs again from their inputs → their submodule."""
 
 
@@ -39,7 +39,7 @@ class ActivationMemory:
         selective: attention_core    attention.core runs again, from Q, K and V
         selective: norm              attention drops the output of attention_norm, mlp that of
                                      mlp_norm; both compute it again
-        selective: mlp_activation    mlp.down does so with the output of mlp.activation
+        selective: mlp_activation    mlp.down drops mlp.activation's output, and computes it again
 
     Args:
         policy: `zero_tp.recompute`.
@@ -100,9 +100,9 @@ class ActivationMemory:
         self._wrapped.clear()
 
     def _wrap_module(self, layer: TransformerLayer, name: str) -> None:
-        if name in RECOMPUTED_MODULES:
+        if name in RUN_AGAIN:
             # The plain forward: `recompute` would call itself if it called the module's.
-            module = layer.get_submodule(RECOMPUTED_MODULES[name])
+            module = layer.get_submodule(RUN_AGAIN[name])
             self._wrap(
                 module, partial(recompute, current_forward(module), self._streams, self._store)
             )

@@ -114,7 +114,8 @@ def find_readable_checkpoint(run: Path, resume_from: Path | None = None) -> RunC
     """Open the checkpoint that a run will resume, as far as its manifest tells; None for a new run.
 
     Each rank calls it alone, before it reads the run's config, which depends on the checkpoint
-    (`saved_start`). Later `find_on_all_ranks` decides, and reports what cannot be read.
+    (`saved_start`). Later `start_point.find_start` decides on all ranks, and reports what cannot be
+    read.
 
     Args:
         resume_from: a checkpoint or run to resume from, before this run's own.

@@ -308,6 +308,7 @@ def _read_states(
     for fragment, kind in tqdm(pieces, "resuming", unit="tensor", disable=disable, leave=False):
         shard = (wanted[fragment.name], topology.tensor_rank, topology.tensor)
         piece = reader.piece(fragment.name, kind, *shard, fragment.span.whole)
+        # A view of the optimizer's own tensor, which is made here if it has not stepped.
         states.get(fragment, kind).copy_(piece)
 
 

@@ -94,7 +94,7 @@ class RunConfig:
                 combinations.
         """
         path = Path(path)
-        # Lists them if none is similar.
+        # `did_you_mean` lists all names if none is similar.
         suggestion = "" if path.exists() else did_you_mean(str(path), config_names())
         remedy = "give the path of a JSON config, or a name of ds_configs"
         remedy += f": {suggestion}" if "?" in suggestion else ""
