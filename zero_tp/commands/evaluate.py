@@ -81,6 +81,7 @@ def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
     if environment.rank == 0:
         print(table(results))
         if options.output:
+            # It moves the samples out of `results`.
             for file in write_samples(options.output, results):
                 print(visible(f"wrote {file}"))
             write_named(options.output, json.dumps(results, indent=2, allow_nan=False) + "\n")

@@ -93,7 +93,7 @@ def check(options: argparse.Namespace) -> None:
 
 def main(options: argparse.Namespace) -> None:
     check(options)
-    # If this process saw one, each dry run would need another process.
+    # If this process saw a device, each dry run would need a process of its own.
     os.environ.update(WITHOUT_DEVICES)
     from zero_tp.run.config import RunConfig
     from zero_tp.tools.planning.plan import plan

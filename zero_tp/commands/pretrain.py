@@ -89,15 +89,14 @@ def pretrain(
         keep_freed_memory()
     environment.export()
     if environment.world > 1:
-        # Reading the inputs may take long, and the first rank to refuse them tells the others.
+        # Reading the inputs may take long; the first rank to refuse them tells the others.
         environment.store.join()
     chosen = _chosen_callbacks(options, config, environment)
     inputs = RunInputs(
         config,
         output,
         allow_pickle=options.allow_pickle,
-        # Hashing may take minutes, and all ranks of a machine read the same file.
-        hash_tokens=environment.is_local_rank_zero,
+        hash_tokens=environment.is_local_rank_zero,  # it may take minutes
     )
     model: type[ParallelModel] | None = None
     if config.zero_tp.evaluation.tasks:
@@ -105,10 +104,10 @@ def pretrain(
         from zero_tp.tools.evaluation.live_tasks import LiveTasks
 
         model = ZeroTPForCausalLM  # it can generate
-        length = config.zero_tp.data.sequence_length
-        chosen.append(
-            LiveTasks(config.zero_tp.evaluation, inputs.tokenizer, inputs.model_config, length)
-        )
+        block = config.zero_tp
+        length = block.data.sequence_length
+        tasks = LiveTasks(block.evaluation, inputs.tokenizer, inputs.model_config, length)
+        chosen.append(tasks)
     with start_training(
         inputs,
         environment,

@@ -63,6 +63,9 @@ def fields(
 ) -> Fields:
     """Return Llama's fields and those that one architecture adds.
 
+    `sizes` and `read` replace their defaults, so they repeat `num_key_value_heads` and
+    `pad_token_id`; the others add to Llama's.
+
     Args:
         epsilon: name of the field of the norms' epsilon. For the others see Fields.
     """

@@ -108,7 +108,8 @@ class Fields:
         choices: read by the spec; field → supported values, of the field or of each entry of a
             list.
         read: read by the spec; of any other type.
-        fixed: undeclared field → the only supported value, and the reason.
+        fixed: field that the config class does not declare → the only supported value, and the
+            reason.
         irrelevant: field → the reason why it has no effect. Some fields exist only in files.
         undeclared: field → type, for fields above that transformers reads but its config class does
             not declare.

@@ -110,7 +110,7 @@ class TransformerSpec:
     positions: int
     norm: str
     norm_epsilon: float
-    position: str
+    position: Literal["learned", "rotary"]
     mlps: tuple[str, ...]
     activation: Callable[[Tensor], Tensor]
     qkv_bias: bool
@@ -133,6 +133,10 @@ class TransformerSpec:
     token_types: int = 0
     word_token_types: bool = False
     embedding_norm: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.position == "rotary") != (self.rotary is not None):
+            raise ValueError(f"position {self.position!r} with rotary {self.rotary}")
 
     @property
     def mlp_matrices(self) -> int:

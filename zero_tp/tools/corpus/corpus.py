@@ -204,8 +204,6 @@ def _clear_finished(directory: Path, identity: dict[str, Any], output: Path) -> 
     """Remove the spool of a process that was killed after it had written the output.
 
     A spool that another process uses stays.
-
-    A spool that another process uses stays.
     """
     if directory.exists():
         # Another process that holds the lock raises a UserError: then the spool is in use.

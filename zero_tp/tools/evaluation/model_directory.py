@@ -191,20 +191,20 @@ class ModelDirectory:
 
         topology = topology or Topology()
         tokenizer = self.tokenizer
-        positions = self.sequence_length(sequence_length)
+        window = self.sequence_length(sequence_length)
         model = self.load_module(getattr(torch, dtype), device, topology).eval()
         scorer: Scorer
         if isinstance(model, ZeroTPForCausalLM):
             scorer = ParallelScorer(model)
         else:
-            self._check_causal(model, positions)
+            self._check_causal(model, window)
             scorer = HuggingFaceScorer(model)
         return EvalModel(
             scorer,
             model,
             tokenizer,
             self.config,
-            positions,
+            window,
             batch_size=batch_size,
             device=device,
             topology=topology,

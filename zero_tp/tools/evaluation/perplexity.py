@@ -77,7 +77,7 @@ def perplexity(
 
     Args:
         overlap: the stride o, from 1 to s; by default s.
-        title: the progress bar's.
+        title: of the progress bar and of the error.
 
     Returns:
         `nll`, the summed negative log-likelihood in nats; its divisors `tokens`, `words`,

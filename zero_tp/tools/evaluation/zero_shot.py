@@ -106,18 +106,18 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
         raise UserError(
             f"--limit {options.limit}: {WikitextTask.name} is one text; leave the limit out"
         )
-    directory: TaskManager | None = None
+    included: TaskManager | None = None
     if options.include_path is not None:
         require_lm_eval("--include-path")
         from zero_tp.tools.evaluation.task_index import open_task_directory
 
-        directory = open_task_directory(options.include_path)
+        included = open_task_directory(options.include_path)
     # In the order of OWN_TASKS and not of the user: those that import lm-eval come last, so
     # mistakes in the others are reported sooner.
     own = [
         name
         for name in OWN_TASKS
-        if name in names and not (directory and name in directory.task_index)
+        if name in names and not (included and name in included.task_index)
     ]
     kinds = {
         name if name in own and name != MULTIPLE_CHOICE else ANY_LM_EVAL_TASK for name in names
@@ -137,7 +137,7 @@ def make_tasks(names: Sequence[str], data: Mapping[str, Path], options: TaskOpti
         from zero_tp.tools.evaluation.lm_eval_tasks import LMEvalTask
         from zero_tp.tools.evaluation.task_index import find_task_manager
 
-        manager = find_task_manager(others, directory)
+        manager = find_task_manager(others, included)
         for name in others:
             if name not in manager.task_index:
                 near = difflib.get_close_matches(name, sorted({*OWN_TASKS, *manager.all_tasks}))

@@ -222,7 +222,7 @@ class LayerKind(NamedTuple):
 def layer_contexts(kinds: Sequence[LayerKind], reach: int = 1) -> list[tuple[Any, ...]]:
     """Return for each layer everything that its bytes depend on.
 
-    This is its kind, the kinds of its neighbours, and whether it is the first layer with its
+    This is its kind and its neighbours' kinds; whether it is the first layer with its
     window: in backward that layer is the last to free the window's mask.
 
     Args:

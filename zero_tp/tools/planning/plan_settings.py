@@ -246,7 +246,7 @@ class ZeroSettings:
         return self.grad_accum_itemsize > self.itemsize
 
     @property
-    def separate_fp32_grads(self) -> bool:
+    def runs_bf16_optimizer(self) -> bool:
         """Return whether DeepSpeed's BF16_Optimizer runs.
 
         It accumulates all gradients in a permanent tensor.
@@ -261,7 +261,7 @@ class ZeroSettings:
         """Return whether gradients are reduced in buckets of `reduce_bucket_size`, which may
         overlap with backward.
         """
-        return self.stage > 0 and not self.separate_fp32_grads
+        return self.stage > 0 and not self.runs_bf16_optimizer
 
     @property
     def reduces_to_owners(self) -> bool:

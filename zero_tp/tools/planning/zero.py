@@ -158,7 +158,7 @@ class ZeroMemory:
                 # BF16_Optimizer makes its gradients by `zeros_like` of the flat weights, so every
                 # rank has an element for each padded weight and not for its partition only.
                 fp32_gradients = (
-                    zero.grad_accum_itemsize / e * flat if zero.separate_fp32_grads else 0.0
+                    zero.grad_accum_itemsize / e * flat if zero.runs_bf16_optimizer else 0.0
                 )
                 return StateBytes(parameters=flat, optimizer=master_moments, buffers=fp32_gradients)
             # `temp_grad_buffer_for_gpu_offload`: through it sums of gradients come back from the
@@ -322,7 +322,7 @@ class ZeroMemory:
         # The last micro-batch has the peak: with accumulation the sums of all parameters exist
         # before its backward starts. Without, gradients appear as backward finishes them.
         gradient_numel = total if accumulates else min(finished, total)
-        if zero.stage == 0 or zero.keeps_gradients_in_place or zero.separate_fp32_grads:
+        if zero.stage == 0 or zero.keeps_gradients_in_place or zero.runs_bf16_optimizer:
             return states._replace(gradients=e * gradient_numel)
         if zero.stage == 1 and not zero.overlap:
             # DeepSpeed reduces here only after the step's last backward (`reduce_gradients`). The
@@ -384,14 +384,14 @@ class ZeroMemory:
         zero = self.settings
         states = self.states
         total = self.parameters.total
-        if zero.stage in (0, 3) or zero.keeps_gradients_in_place or zero.separate_fp32_grads:
+        if zero.stage in (0, 3) or zero.keeps_gradients_in_place or zero.runs_bf16_optimizer:
             states = self.in_micro_batch("backward", total, -1)
             copied = 0  # bytes for each element
-            # A flat copy, and its cast to another dtype.
-            if zero.stage == 0 or zero.separate_fp32_grads:
+            # A flat copy, and its cast to another dtype. A set, because a cast to the same dtype
+            # returns the flat tensor itself.
+            if zero.stage == 0 or zero.runs_bf16_optimizer:
                 copied = sum({self._grad_itemsize, zero.communication_itemsize})
-            # A set, because a cast to the same dtype returns the flat tensor itself. A single
-            # replica has nothing to send.
+            # A single replica has nothing to send.
             flattened = copied * min(total, ALLREDUCE_BUCKET) if zero.data > 1 else 0
             return states._replace(buffers=states.buffers + flattened)
         if zero.stage == 1 and not zero.overlap:
@@ -481,7 +481,7 @@ class ZeroMemory:
             return states._replace(
                 gradients=self._reduced_gradients, buffers=states.buffers + bucket
             )
-        if zero.separate_fp32_grads:
+        if zero.runs_bf16_optimizer:
             # BF16_Optimizer converts nothing: its fp32 sums are permanent, in `states.buffers`.
             return states._replace(gradients=e * self.parameters.total)
         updated = self._update_numel
