@@ -347,6 +347,7 @@ def masks_of_steps(stage: int, policy: str) -> list[Tensor]:
     return masks.take()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", in_tiers([0, 3], [3]))
 def test_no_layer_micro_batch_or_step_draws_a_mask_of_another(ranks: Pools, stage: int) -> None:
     plain = ranks(2).run(masks_of_steps, stage, "none")

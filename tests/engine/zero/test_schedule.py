@@ -254,6 +254,7 @@ def resumed_rates(stage: int, skipped: int) -> list[list[float]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("stage", "skipped"), in_tiers([(0, 0), (2, 0), (1, 2), (3, 2)], [(1, 2)]))
 def test_a_resumed_run_has_the_rates_of_its_own_config(
     ranks: Pools, stage: int, skipped: int

@@ -149,6 +149,7 @@ def test_two_ranks_compute_the_same(
     own_ranks.run(compared, model_type, 2, sequence, cases, FULL, micro_batches)
 
 
+@pytest.mark.thorough
 def test_one_rank_computes_the_same_without_a_buffer_for_every_other_layer() -> None:
     compared(
         "gpt2",

@@ -212,6 +212,7 @@ def test_sigusr1_saves_and_sigterm_saves_and_stops(launcher: str, start: Start) 
     assert [line.split(" at ")[0] for line in lines] == ["five steps", "saved", "stopped"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("launcher", in_tiers(LAUNCHERS, ["torchrun"]))
 def test_a_second_sigterm_ends_at_once(launcher: str, start: Start) -> None:
     job = start("stuck", launcher)

@@ -144,6 +144,7 @@ def test_the_links_and_hosts_of_nodes_that_are_not_eight_devices() -> None:
     assert sorted(set(seconds)) == seconds
 
 
+@pytest.mark.thorough
 def test_checkpoints_in_host_memory_count() -> None:
     """Each takes page-locked memory, rounded up to a power of two: 8 × 1000 × 1024 numbers of
     bf16 take 16 MiB.

@@ -95,6 +95,7 @@ def test_a_written_candidate_has_the_settings_that_were_weighed(
         assert written.reduces_to_owners == owners
 
 
+@pytest.mark.thorough
 def test_search_keeps_the_runs_own_recomputation() -> None:
     policy = {"mode": "selective", "modules": ["norm", "mlp_activation"]}
     overrides = [f"zero_tp.recompute={json.dumps(policy)}", "zero_tp.parallel.tensor=2"]

@@ -103,6 +103,7 @@ EVERYTHING = ["attention_core", "mlp_activation", "norm"]
 CORES: dict[str, Callable[[Layer], float]] = {"eager": eager_core, "sdpa": sdpa_fused_core}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=THOROUGH)])
 @pytest.mark.parametrize(
     ("tensor", "sequence"), in_tiers([(1, False), (2, False), (2, True), (4, True)], [(2, True)])
