@@ -155,8 +155,8 @@ def duplicates(options: argparse.Namespace) -> dict[str, Any]:
             "recall of those at 0.8": round(len(found & clear[0.8]) / len(clear[0.8]), 4),
             "removed that are below 0.6": len(found - clear[0.6]),
             **{
-                f"{part} [CPU us a document]": round(taken / len(texts) * 1e6, 1)
-                for part, taken in seconds.items()
+                f"{part} [CPU us a document]": round(spent / len(texts) * 1e6, 1)
+                for part, spent in seconds.items()
             },
             "resident bytes a document": round(
                 (psutil.Process().memory_info().rss - before) / len(texts)

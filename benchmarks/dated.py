@@ -15,7 +15,7 @@ from zero_tp.run.checkpoint.manifest import versions
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def made() -> dict[str, Any]:
+def provenance() -> dict[str, Any]:
     """Return the date, the machine, the commit and versions."""
     return {
         "date": datetime.date.today().isoformat(),
@@ -33,7 +33,7 @@ def write_result(
     tell: bool = True,
 ) -> Path:
     """Write `DATE-NAME.json` into the directory; print its path if `tell`."""
-    frame = made()
+    frame = provenance()
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()

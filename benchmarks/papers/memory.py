@@ -68,7 +68,7 @@ MOMENTS: dict[str, Callable[[Sequence[Point]], float]] = {
 MOST = {"activations at their most": most_activations, "peak": lambda points: peak(points).total}
 
 
-def taken(
+def figure_rows(
     figures: Mapping[str, Callable[[Sequence[Point]], float]],
     of: str,
     steps: Mapping[str, Sequence[Point]],
@@ -94,7 +94,7 @@ def over_time(*, measured: bool) -> Reproduction:
         tables[heading] = [
             row
             for number, name in enumerate(found["planned"])
-            for row in taken(
+            for row in figure_rows(
                 MOMENTS,
                 name,
                 {column: list(steps.values())[number] for column, steps in found.items()},
@@ -239,7 +239,7 @@ def by_recomputation(*, measured: bool) -> Reproduction:
         heading = f"{case.heading}, {case.model.core}"
         drawn = "measured" if case.small else "planned"
         tables[heading] = [
-            row for mode, points in by_mode.items() for row in taken(MOST, mode, points)
+            row for mode, points in by_mode.items() for row in figure_rows(MOST, mode, points)
         ]
         stacks[f"{heading}, {drawn}"] = {
             mode: peak(points[drawn]).bytes for mode, points in by_mode.items()

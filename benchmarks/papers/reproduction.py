@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.dated import made
+from benchmarks.dated import provenance
 from benchmarks.papers import pictures
 from benchmarks.papers.rows import COLUMNS, Table
 from zero_tp.base import page
@@ -55,11 +55,11 @@ class Reproduction:
             ]
         parts += [
             f"<p>{html.escape(note)}</p>"
-            for note in (*self.notes, f"{made()['date']}, {made()['machine']}")
+            for note in (*self.notes, f"{provenance()['date']}, {provenance()['machine']}")
         ]
         written = page.write(directory / f"{name}.html", self.title, parts, figures)
         tables = {heading: [asdict(row) for row in rows] for heading, rows in self.tables.items()}
-        record = {**made(), "title": self.title, "tables": tables, "notes": self.notes}
+        record = {**provenance(), "title": self.title, "tables": tables, "notes": self.notes}
         write_named(
             directory / f"{name}.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n"
         )

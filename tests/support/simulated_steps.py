@@ -217,8 +217,8 @@ def stubbed(model: ParallelModel) -> Iterator[TrainingEngine]:
     settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
 
     def initialize(**given: Any) -> tuple[Any, ...]:
-        made = StubDeepSpeedEngine(given["model"], given["mpu"])
-        return made, made, None, None
+        stub = StubDeepSpeedEngine(given["model"], given["mpu"])
+        return stub, stub, None, None
 
     # Fake tensors have no values.
     with (
@@ -228,9 +228,9 @@ def stubbed(model: ParallelModel) -> Iterator[TrainingEngine]:
             dist, "all_reduce", partial(all_reduce_of, dist.all_reduce, topology.data_group)
         ),
     ):
-        made: Any = TrainingEngine.from_dict
+        build: Any = TrainingEngine.from_dict
         device = next(model.parameters()).device
-        yield made(
+        yield build(
             model.config, topology, settings, seed=0, device=device, model=lambda *_, **__: model
         )
 

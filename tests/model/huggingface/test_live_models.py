@@ -276,9 +276,9 @@ def test_a_resize_keeps_the_padding_row() -> None:
 # ---- copies and assigned weights -----------------------------------------------------------------
 
 
-def copied_and_trained(recompute: str) -> None:
+def copied_and_trained(recompute: str) -> int:
     """A copy, also of a copy, has the gradients of transformers' model, and shares nothing with
-    the first.
+    the first. Return the number of gradients compared.
     """
     native = llama(tie_word_embeddings=True, num_key_value_heads=1)
     native(TOKENS, labels=TOKENS).loss.backward()
@@ -291,16 +291,20 @@ def copied_and_trained(recompute: str) -> None:
             weight.zero_()
     second(TOKENS, labels=TOKENS).loss.backward()
     assert all(weight.grad is None for weight in first.parameters())
-    check_close(whole_gradients(second), to_ours(second.config, gradients(native)))
+    compared = to_ours(second.config, gradients(native))
+    check_close(whole_gradients(second), compared)
     assert second.head.weight is second.get_input_embeddings().weight
     assert all(each.fired > 0 for each in second.gradient_hooks.sums.values())
     assert second.gradient_hooks.sums.keys() == first.gradient_hooks.sums.keys()
     audit(second, second.topology)
+    return len(compared)
 
 
 @pytest.mark.parametrize("recompute", ["", "full", "selective"])
 def test_a_split_model_is_copied(ranks: Pools, recompute: str) -> None:
-    ranks(2).run(copied_and_trained, recompute)
+    native = llama(tie_word_embeddings=True, num_key_value_heads=1)
+    parameters = len(list(parallel_model(native, ONE_PROCESS).parameters()))
+    assert ranks(2).run(copied_and_trained, recompute) == [parameters] * 2
 
 
 def test_parameters_are_not_replaced() -> None:
