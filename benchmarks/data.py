@@ -304,7 +304,8 @@ def reading(options: argparse.Namespace) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from zero_tp.data.indexed import IndexedCorpus, IndexedWriter
+    from zero_tp.data.indexed import IndexedCorpus
+    from zero_tp.data.indexed_writer import IndexedWriter
     from zero_tp.data.samples import PackedSamples
 
     torch.set_num_threads(1)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - it registers the backend
 
 from benchmarks.fake_world import Clocks, CountedStore, fake_world
-from zero_tp.data.indexed import IndexedWriter
+from zero_tp.data.indexed_writer import IndexedWriter
 from zero_tp.engine.engine import TrainingEngine
 from zero_tp.engine.guards import check_duplicates, check_replicas
 from zero_tp.parallel.agreement import require_same_on_all_ranks

@@ -20,7 +20,7 @@ from zero_tp.base.validation import ConfigErrors
 from zero_tp.commands import check as command
 from zero_tp.commands.check import describe
 from zero_tp.data import tokenizer_files
-from zero_tp.data.indexed import IndexedWriter
+from zero_tp.data.indexed_writer import IndexedWriter
 from zero_tp.run.config import ConfigError, RunConfig
 
 TUTORIAL: dict[str, Any] = {

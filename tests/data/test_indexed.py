@@ -19,7 +19,8 @@ from tests.support.tiny_models import write_corpus
 from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
 from zero_tp.data import indexed
-from zero_tp.data.indexed import DTYPES, HEADER, MAGIC, VERSION, IndexedCorpus, IndexedWriter
+from zero_tp.data.indexed import DTYPES, HEADER, MAGIC, VERSION, IndexedCorpus
+from zero_tp.data.indexed_writer import IndexedWriter
 from zero_tp.data.samples import PackedSamples
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 0], [9, 10]]

@@ -19,7 +19,8 @@ from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.base.errors import UserError
 from zero_tp.data import PrepareSettings, masked, prepare
 from zero_tp.data.batch import MaskedBatch
-from zero_tp.data.indexed import IndexedCorpus, IndexedWriter
+from zero_tp.data.indexed import IndexedCorpus
+from zero_tp.data.indexed_writer import IndexedWriter
 from zero_tp.data.masked import (
     DocumentWindows,
     MaskedRowBuilder,

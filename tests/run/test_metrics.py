@@ -20,7 +20,8 @@ import torch
 from tests.support.run_log import RunLog
 from zero_tp.base.settings.schema import Logging
 from zero_tp.model.flops import utilisation
-from zero_tp.parallel.devices import DEVICES, find_device_spec, peak_flops
+from zero_tp.parallel.device_table import DEVICES
+from zero_tp.parallel.devices import find_device_spec, peak_flops
 from zero_tp.run.callback import Metrics
 from zero_tp.run.metrics import memory_gib
 from zero_tp.run.metrics_file import cut_metrics

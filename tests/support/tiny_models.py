@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from tests.support.settings import gpt2_config
 from zero_tp.data import PrepareSettings, prepare
 from zero_tp.data.documents import read_documents
-from zero_tp.data.indexed import IndexedWriter
+from zero_tp.data.indexed_writer import IndexedWriter
 from zero_tp.tools.corpus.tokenizer_training import train_bpe
 
 CORPUS = Path(__file__).parents[2] / "launch" / "corpus" / "sotu.jsonl.gz"

@@ -19,7 +19,9 @@ from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.schema import BLOCK_OF, TRACKERS
 from zero_tp.run.config import RunConfig
-from zero_tp.tools.monitors.trackers import RUN_IDS, SERVICES, CsvFiles, RunInfo, Trackers
+from zero_tp.tools.monitors.csv_files import CsvFiles
+from zero_tp.tools.monitors.run_info import RUN_IDS, RunInfo
+from zero_tp.tools.monitors.trackers import SERVICES, Trackers
 
 
 def log(config: RunConfig, run: Path, lines: list[dict[str, Any]], step: int = 0) -> list[str]:

@@ -16,7 +16,9 @@ import pytest
 from tests.support.monitor_runs import config_of, start_state
 from zero_tp.base.errors import ConfigError
 from zero_tp.tools.monitors import trackers as callback
-from zero_tp.tools.monitors.trackers import CsvFiles, RunInfo, Trackers, check_installed
+from zero_tp.tools.monitors.csv_files import CsvFiles
+from zero_tp.tools.monitors.run_info import RunInfo
+from zero_tp.tools.monitors.trackers import Trackers, check_installed
 
 
 class Recording:

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_tp.base.errors import UserError
-from zero_tp.data.indexed import REPORT, IndexedCorpus, IndexedWriter, token_dtype
+from zero_tp.data.indexed import REPORT, IndexedCorpus, token_dtype
+from zero_tp.data.indexed_writer import IndexedWriter
 from zero_tp.data.records import RecordCounts, location
 from zero_tp.data.tokenizer import DocumentEncoder
 from zero_tp.tools.corpus.settings import describe_files, library_versions

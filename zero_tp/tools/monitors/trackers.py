@@ -17,81 +17,23 @@ import queue
 import textwrap
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from zero_tp.base.errors import ConfigError, UserError, first_line, one_line
-from zero_tp.base.files import write_atomically
-from zero_tp.base.settings.resolve import leaves
-from zero_tp.base.strict_json import read_json
+from zero_tp.base.errors import ConfigError, first_line, one_line
 from zero_tp.run.callback import Callback, Metrics, TrainState
 from zero_tp.run.config import RunConfig
-from zero_tp.run.metrics_file import append_line
+from zero_tp.tools.monitors.csv_files import CsvFiles
+from zero_tp.tools.monitors.run_info import Options, RunInfo, Values
 
-RUN_IDS = "monitors.json"
-"""File in the run directory with the id that each service gave the run. A resumed run continues
-under this id.
-"""
 PROJECT = "zero_tp"
 CLOSE_SECONDS = 10.0
 CLOSE_SECONDS_AFTER_ERROR = 1.0
 MAX_QUEUED = 10_000
 """Most lines that wait for a tracker: a service that never answers must not fill the memory."""
-_RUN_IDS_LOCK = threading.Lock()  # each tracker is opened by a thread of its own
-
-Values = dict[str, float]
-Options = Mapping[str, Any]
-"""A monitor's block, or its arguments in `zero_tp.logging.trackers`."""
-
-
-@dataclass(frozen=True)
-class RunInfo:
-    """One start of a run. `step` is the step that it resumes from, 0 for a new run."""
-
-    directory: Path
-    config: RunConfig
-    step: int
-
-    @property
-    def name(self) -> str:
-        return self.directory.resolve().name
-
-    def public_config(self) -> dict[str, Any]:
-        """Return the config without Comet's API key: a service shows it to others."""
-        config = self.config.resolved()
-        config.get("comet", {}).pop("api_key", None)
-        return config
-
-    def parameters(self) -> dict[str, Any]:
-        """Return `public_config` with dotted keys.
-
-        Values that are not strings or numbers are written as JSON.
-        """
-        parameters = leaves(self.public_config())
-        return {
-            key: value if isinstance(value, (str, int, float)) else json.dumps(value)
-            for key, value in parameters
-        }
-
-    def saved_id(self, name: str) -> str | None:
-        """Return the id that any earlier start in this run directory has saved."""
-        return self._run_ids().get(name)
-
-    def save_run_id(self, name: str, run_id: object) -> None:
-        # Each tracker's thread reads the file, adds its id and writes it again. Without the lock
-        # one of two ids would be lost.
-        with _RUN_IDS_LOCK:
-            run_ids = self._run_ids() | {name: str(run_id)}
-            write_atomically(self.directory / RUN_IDS, json.dumps(run_ids, indent=2) + "\n")
-
-    def _run_ids(self) -> dict[str, Any]:
-        path = self.directory / RUN_IDS
-        return read_json(path, "") if path.exists() else {}
 
 
 @dataclass(frozen=True)
@@ -282,70 +224,6 @@ SERVICES = {
     ),
 }
 """The trackers of `zero_tp.logging.trackers`."""
-
-
-class CsvFiles:
-    """Write one file of lines `step,value` for each value, named as DeepSpeed's monitor names them.
-
-    Lines after the step that a run resumes from are removed: those steps are trained again. Another
-    run's files are refused; the file `run_id` names the run that the directory belongs to.
-    """
-
-    def __init__(self, block: Options, run: RunInfo) -> None:
-        self.directory = Path(
-            block.get("output_path") or run.directory / "csv", block.get("job_name") or run.name
-        )
-        self.directory.mkdir(parents=True, exist_ok=True)
-        # A directory in the config may be shared by runs of the same job_name, and rewriting would
-        # cut the other run's files.
-        owner = self.directory / "run_id"
-        run_id = run.saved_id("csv_monitor") or uuid.uuid4().hex
-        if owner.exists() and owner.read_text() != run_id:
-            raise UserError(
-                f"{self.directory} has another run's values; set another job_name, or remove it"
-            )
-        write_atomically(owner, run_id)
-        run.save_run_id("csv_monitor", run_id)
-        for path in filter(Path.is_file, self.directory.glob("*.csv")):
-            # A run that resumes from step 2; the last line was being written when it was killed:
-            #
-            #     step,loss      step,loss
-            #     1,4.1          1,4.1
-            #     2,3.9          2,3.9
-            #     3,3.            (removed, as a whole line of step 3 would be)
-            lines = path.read_text(errors="replace").splitlines(keepends=True)
-            header, *rows = [
-                line.rstrip("\n").split(",") for line in lines if line.endswith("\n")
-            ] or [[]]
-            if (
-                len(header) != 2
-                or header[0] != "step"
-                or not path.name.endswith(_file_name(header[1]))
-            ):
-                continue  # not written by this class
-            rows = [
-                row
-                for row in rows
-                if len(row) == 2 and row[0].isdecimal() and int(row[0]) <= run.step
-            ]
-            write_atomically(path, "".join(f"{','.join(row)}\n" for row in (header, *rows)))
-
-    def log(self, values: Values, step: int) -> None:
-        for name, value in values.items():
-            path = self.directory / _file_name(name)
-            # Only the last part of a name is in the header, as DeepSpeed's monitor writes it; the
-            # file's name has all parts.
-            header = (
-                "" if path.exists() and path.stat().st_size else f"step,{name.rsplit('/', 1)[-1]}\n"
-            )
-            append_line(path, f"{header}{step},{value}\n".encode())
-
-    def finish(self) -> None:
-        """Nothing is left to write."""
-
-
-def _file_name(value_name: str) -> str:
-    return f"{value_name.replace('/', '_').replace(' ', '_')}.csv"
 
 
 OpenTracker = Callable[[RunInfo], Tracker | CsvFiles]

@@ -1,7 +1,7 @@
 """Seconds of matrix products and of collectives on one kind of device.
 
 Time is work divided by the achieved rate: the device's peak times a measured efficiency
-(zero_tp/parallel/devices.py).
+(zero_tp/parallel/device_table.py).
 """
 
 from __future__ import annotations
