@@ -87,8 +87,7 @@ begin "Pretraining on 4 ranks"
 # The launcher's default port is fixed, so a second run on this machine could not start.
 port=$(python -c 'import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])')
 in_group deepspeed --num_accelerators 4 --master_port "$port" --log_level error launch/pretrain.py \
-    --deepspeed_config ds_configs/quickstart.json --output-dir "$run" --set "zero_tp.training.steps=$steps" \
-    --set optimizer.params.lr=3e-3 --set scheduler.params.warmup_num_steps=20 "$@" # a few steps learn more so
+    --deepspeed_config ds_configs/quickstart.json --output-dir "$run" --set "zero_tp.training.steps=$steps" "$@"
 end
 
 # Each of the next steps is one process, which may use all cores.

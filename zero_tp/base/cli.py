@@ -97,7 +97,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _refuse(error: UserError) -> int:
-    print(error_line(error), file=sys.stderr)
+    print(*map(error_line, error.errors), sep="\n", file=sys.stderr)
     return BAD_INPUT
 
 

@@ -9,7 +9,7 @@ import json
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 BAD_INPUT = 2
@@ -35,6 +35,11 @@ class UserError(ValueError):
 
     Commands print it without a traceback and exit with status 2.
     """
+
+    @property
+    def errors(self) -> Sequence[UserError]:
+        """Return the errors of which it consists, itself alone by default."""
+        return [self]
 
     def __reduce__(self) -> Any:
         """Pickle as a plain `UserError` with the same message, for other ranks.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -42,18 +42,29 @@ class ConfigModel(BaseModel):
 
 
 class ConfigErrors(ConfigError):
-    """Several errors of one file. Its line is the first one's.
-
-    Attributes:
-        errors: the first of each key.
-    """
+    """Several errors of one file. Its line is the first one's."""
 
     def __init__(self, errors: Sequence[ConfigError]) -> None:
         super().__init__(errors[0].key, errors[0].problem, errors[0].remedy)
         keys = [error.key for error in errors]
-        self.errors = [
+        self._errors = [
             error for index, error in enumerate(errors) if keys.index(error.key) == index
         ]
+
+    @property
+    def errors(self) -> list[ConfigError]:
+        """Return the first error of each key."""
+        return self._errors
+
+
+def with_keys(error: ConfigError, rename: Callable[[str], str]) -> ConfigError:
+    """Return an error with its keys renamed, each of several."""
+    errors = [
+        ConfigError(rename(one.key), one.problem, one.remedy)
+        for one in error.errors
+        if isinstance(one, ConfigError)
+    ]
+    return ConfigErrors(errors) if len(errors) > 1 else errors[0]
 
 
 class ErrorCollector:
@@ -202,6 +213,8 @@ def _from_pydantic(detail: Any, raw: Any, path: str) -> ConfigError:
         words = context["expected"].replace(" or ", ", ").split(",")
         options = list(dict.fromkeys(word.strip().strip("'") for word in words))
         wrong = f"{shown(value)} is not one of " + ", ".join(options)
+        if isinstance(value, str) and value in options:  # the options are numbers
+            return ConfigError(key, f"{shown(value)} is text", f"write {value} without quotes")
         return ConfigError(
             key,
             wrong,

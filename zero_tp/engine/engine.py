@@ -113,6 +113,7 @@ class TrainingEngine:
         self.compiled = is_compiled(compiled, self.device)
         if self.compiled:
             compile_elementwise(self.model, self.device)
+        self.zero.compiled = self.compiled
         assert settings.optimizer is not None, "only a Trainer's settings have none"
         decay = settings.optimizer.params.weight_decay
         # After everything that changes modules or hooks: DeepSpeed's optimizers copy the weights

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.launched import zero_tp
 from tests.support.native import our_class
 from zero_tp.base.errors import UserError
 from zero_tp.model.architectures.configs import (
@@ -171,6 +173,31 @@ def test_all_reasons_are_given_at_once(model_type: str, problem: str, tmp_path: 
         match=r"^[^:]*config\.json: quantization_config: quantized weights; give whole ones$",
     ):
         config_from_directory(tmp_path)
+
+
+def test_every_wrong_field_of_a_file_is_named_at_once(tmp_path: Path) -> None:
+    """By the file's own names; a command prints a line for each."""
+    wrong = {
+        "quantization_config": {"quant_method": "awq"},
+        "hidden_act": "quick_silu",
+        "mlp_bias_scale": 2,
+        "pretraining_tp": 2,
+        "num_key_value_heads": 0,
+        "attention_dropout": 1.5,
+    }
+    write_config(tmp_path, "llama-3.2-1b", **wrong)
+    with pytest.raises(UserError) as caught:
+        config_from_directory(tmp_path)
+    lines = [str(error) for error in caught.value.errors]
+    named = {line.removeprefix(f"{tmp_path / 'config.json'}: ").split(":")[0] for line in lines}
+    ignored = {"mlp_bias_scale", "pretraining_tp"}  # transformers reads neither
+    assert named == wrong.keys() - ignored
+    assert all(line.startswith(f"{tmp_path / 'config.json'}: ") for line in lines)
+    del wrong["quantization_config"]
+    write_config(tmp_path, "llama-3.2-1b", **wrong)
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    done = zero_tp(tmp_path, "sample", "--model", str(tmp_path), "--prompt", "We")
+    assert done.returncode == 2 and done.stderr == "".join(f"error: {line}\n" for line in lines[1:])
 
 
 def test_a_padding_id_below_0_counts_from_the_end_as_in_torch(tmp_path: Path) -> None:

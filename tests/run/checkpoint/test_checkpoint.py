@@ -31,7 +31,7 @@ from zero_tp.run.checkpoint.directory import (
 )
 from zero_tp.run.config import RunConfig
 
-STOP, STEPS = 10, 20
+STOP, STEPS = 4, 8
 
 
 FIRST = [(4, 2, 1, "bf16_fp32_accumulation", "none"), (4, 2, 3, "bf16", "parameters")]

@@ -30,7 +30,7 @@ from zero_tp.base.settings import refused as keys
 from zero_tp.base.settings.deepspeed import ZERO, ConfigFile
 from zero_tp.base.settings.schema import Parallel
 from zero_tp.base.shipped import config_names, find_config
-from zero_tp.base.validation import ConfigModel, nested_model
+from zero_tp.base.validation import ConfigErrors, ConfigModel, nested_model
 from zero_tp.engine.settings.parse import check_settings
 from zero_tp.engine.settings.rule import EntryPoint
 from zero_tp.engine.zero.facts import deepspeed_clips, deepspeed_dict
@@ -140,6 +140,22 @@ def test_gradients_are_clipped_at_deepspeeds_default_if_no_key_says_otherwise() 
         assert settings.gradient_clipping == GRADIENT_CLIPPING_DEFAULT
         clipped = deepspeed_dict(settings, 1).get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT)
         assert clipped == (GRADIENT_CLIPPING_DEFAULT if deepspeed_clips(stage) else 0.0)
+
+
+def test_a_number_in_quotes_is_refused_by_what_it_is() -> None:
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    with pytest.raises(ConfigErrors) as caught:
+        check_settings(config | {ZERO: {"stage": "2"}}, Parallel(), EntryPoint.ENGINE)
+    assert str(caught.value) == f'{ZERO}.stage: "2" is text; write 2 without quotes'
+
+
+def test_a_directory_is_kept_as_written() -> None:
+    """A resumed run compares it with the saved one."""
+    block = {"device": "nvme", "nvme_path": "./states/"}
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    zero = {"stage": 3, "offload_optimizer": block}
+    settings = check_settings(config | {ZERO: zero}, Parallel(), EntryPoint.ENGINE).settings
+    assert settings.written()[ZERO]["offload_optimizer"] == block
 
 
 def test_the_loss_scale_is_checked_as_deepspeed_checks_it() -> None:

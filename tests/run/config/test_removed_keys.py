@@ -21,6 +21,7 @@ from zero_tp.base.validation import ConfigErrors
 from zero_tp.run.checkpoint.convert import to_huggingface
 from zero_tp.run.checkpoint.directory import Damaged, read_manifest
 from zero_tp.run.checkpoint.find import find_checkpoint
+from zero_tp.run.checkpoint.inspect import inspect
 from zero_tp.run.checkpoint.manifest import differences
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.evaluation.model_directory import open_directory
@@ -75,6 +76,9 @@ def test_a_checkpoint_of_an_earlier_version(tmp_path: Path) -> None:
         manifest["config"] = with_key(False)
     line = f"{checkpoint}: {NOTE}"
     assert find_checkpoint(run).notes == (line,), "what a resume and --from log"
+    rows = inspect(run, verify=True).splitlines()
+    assert f"note        {line}" in rows and "verified    every checksum OK" in rows
+    assert not [row for row in rows if row.startswith("skipped")]
     assert to_huggingface(run, tmp_path / "export").notes == (line,)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert open_directory(run, tokenizer=tmp_path).note == line

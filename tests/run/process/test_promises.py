@@ -241,7 +241,7 @@ def test_ctrl_c_ends_at_once(launcher: str, start: Start) -> None:
 # --- 4. ranks end with their launcher -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launcher", in_tiers(["deepspeed", *LAUNCHERS], ["deepspeed"]))
+@pytest.mark.parametrize("launcher", in_tiers(["deepspeed", *LAUNCHERS], ["launch.py"]))
 def test_ranks_end_with_their_launcher(launcher: str, start: Start) -> None:
     job = start("stuck", launcher)
     job.wait_for("five steps")
@@ -274,12 +274,14 @@ SILENCE = [
     ("launch.py", 1, "error: no heartbeat from rank 1"),
     ("torchrun", 1, "error: no heartbeat from rank 1"),
     ("torchrun", 0, "error: no heartbeat from rank 0"),  # the agent serves the store
-    # Rank 0 serves the store; the first tier has this in test_watchdog.py.
+    # Rank 0 serves the store.
     ("launch.py", 0, f"error: {HOST} has had no answer from the job's store"),
 ]
 
 
-@pytest.mark.parametrize(("launcher", "silent", "error"), in_tiers(SILENCE, SILENCE[2:3]))
+# The first tier has silence in test_watchdog.py.
+@pytest.mark.thorough
+@pytest.mark.parametrize(("launcher", "silent", "error"), SILENCE)
 def test_silence_of_a_rank_or_of_the_store_ends_the_job(
     launcher: str, silent: int, error: str, start: Start
 ) -> None:

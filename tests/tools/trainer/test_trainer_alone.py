@@ -29,6 +29,7 @@ from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint.find import RunCheckpoint
 from zero_tp.tools.trainer import TensorParallel, ZeroTPTrainer, checkpoints
 from zero_tp.tools.trainer.tensor_parallel_accelerator import (
+    SteppedEngine,
     TensorParallelAccelerator,
     _sharded_optimizer,
     finalized_settings,
@@ -214,6 +215,16 @@ def test_a_second_training_is_refused() -> None:
     trainer.zero = cast(Any, "an engine")
     with pytest.raises(UserError, match=r"^ZeroTPTrainer\.train: it has trained already"):
         trainer._prepare_for_training(4, None, None)
+
+
+def test_accelerate_destroys_the_engine_before_a_second_training() -> None:
+    """Trainer's loop begins with `free_memory`, and a search of hyperparameters ends with it."""
+    accelerator = object.__new__(TensorParallelAccelerator)
+    engine = mock.Mock()
+    zero = cast(Any, SimpleNamespace(deepspeed_engine=engine))
+    accelerator.deepspeed_engine_wrapped = SteppedEngine(zero)
+    assert accelerator.free_memory() == []
+    engine.destroy.assert_called_once_with()
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ class FP16(ConfigModel):
 
 class OffloadParam(ConfigModel):
     device: Device = "none"
-    nvme_path: Path | None = None
+    nvme_path: str | None = None
     buffer_count: Count = 5
     buffer_size: Count = 100_000_000
     max_in_cpu: Count = 1_000_000_000
@@ -166,7 +166,7 @@ class OffloadParam(ConfigModel):
 
 class OffloadOptimizer(ConfigModel):
     device: Device = "none"
-    nvme_path: Path | None = None
+    nvme_path: str | None = None
     buffer_count: Count = 4
     pin_memory: bool = True
     pipeline_read: bool = False
@@ -250,7 +250,7 @@ class Zero(ConfigModel):
         """
         blocks = {"offload_optimizer": self.offload_optimizer, "offload_param": self.offload_param}
         return {
-            name: block.nvme_path
+            name: None if block.nvme_path is None else Path(block.nvme_path)
             for name, block in blocks.items()
             if block is not None and block.device == "nvme"
         }

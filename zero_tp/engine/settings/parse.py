@@ -41,7 +41,7 @@ def parse_settings(
         file = validate(ConfigFile, values, "", errors)
         # Only the file's keys: DeepSpeed gets those alone (`written`), and has its own default for
         # any other.
-        sections = {name: getattr(file, name) for name in file.model_fields_set}
+        sections = {name: getattr(file, name) for name in file.model_fields_set - {"zero_tp"}}
     if isinstance(values.get("optimizer"), dict):
         with collector:
             sections["optimizer"] = check_optimizer(values)

@@ -8,6 +8,7 @@ The class that takes the step:
     stage 1     DeepSpeedZeroOptimizer; BF16_Optimizer in bf16 with fp32 accumulation and without
                 offloading.
     stage 2     DeepSpeedZeroOptimizer
+                With torch's fused AdamW on the device, `FusedUpdate` is the step of this class.
     stage 3     DeepSpeedZeroOptimizer_Stage3
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
+from zero_tp.base.settings.optimizer import Optimizer, TorchAdam
 from zero_tp.base.settings.schedule import TRANSFORMERS_SCHEDULES
 
 
@@ -40,6 +42,25 @@ def uses_bf16_optimizer(settings: DeepSpeedSettings) -> bool:
     zero = settings.zero_optimization
     offloaded = zero.optimizer_device != "none"
     return is_bf16_optimizer(zero.stage, sums_in_fp32=sums_in_fp32(settings), offloaded=offloaded)
+
+
+def is_fused_adamw(optimizer: Optimizer | None) -> bool:
+    """Return whether an `optimizer` block is torch's fused AdamW, of which a part can be updated
+    by itself.
+    """
+    if optimizer is None or not isinstance(optimizer.params, TorchAdam):
+        return False
+    params = optimizer.params
+    # DeepSpeed's "Adam" is AdamW too, unless `adam_w_mode` is false.
+    decays_weights = optimizer.type.lower() == "adamw" or params.adam_w_mode
+    return bool(params.fused) and decays_weights and not (params.amsgrad or params.maximize)
+
+
+def runs_fused_update(
+    stage: int, *, fused_adamw: bool, bf16_optimizer: bool, offloaded: bool
+) -> bool:
+    """Return whether `FusedUpdate` replaces DeepSpeed's step (`FusedUpdate.is_supported`)."""
+    return stage in (1, 2) and fused_adamw and not bf16_optimizer and not offloaded
 
 
 def copies_gradients(settings: DeepSpeedSettings) -> bool:

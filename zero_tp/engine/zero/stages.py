@@ -26,8 +26,10 @@ from torch import Tensor, nn
 
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.engine.zero.facts import keeps_gradients_in_place, uses_bf16_optimizer
+from zero_tp.engine.zero.fused_update import FusedUpdate
 from zero_tp.engine.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe, partition_of
 from zero_tp.engine.zero.zero_engine import Trainable, ZeroEngine
+from zero_tp.parallel.elementwise import COMPILED
 from zero_tp.parallel.gradients import clip_gradients, gradient_norm, sum_of_squares
 from zero_tp.parallel.spans import Span
 from zero_tp.parallel.topology import Topology
@@ -213,6 +215,11 @@ class PartitionedStates(ZeroEngine):
                 setattr(self.optimizer, name, lambda *_, **__: None)
         if uses_bf16_optimizer(self.settings):
             self._wrap_bf16_step(self.optimizer)
+            return
+        if FusedUpdate.is_supported(self.optimizer):
+            elementwise = COMPILED if self.compiled else None
+            update = FusedUpdate(self.optimizer, self.topology, lambda: self.veto, elementwise)
+            self.optimizer.step = update.step
             return
         original = self.optimizer.scaled_global_norm
 

@@ -57,12 +57,14 @@ class ZeroEngine(ABC):
         lock_step: all DP ranks must run the same number of forwards, because each forward gathers
             over DP.
         veto: decides whether a step updates the weights.
+        compiled: the update runs in compiled kernels, where a stage has some.
         native_schedule_start: DeepSpeed's schedules start where DeepSpeed starts them
             (`set_schedule`).
     """
 
     lock_step = False
     native_schedule_start = False
+    compiled = False
     model: ParallelModel
     deepspeed_engine: Any
     loss_scale: LossScale | None

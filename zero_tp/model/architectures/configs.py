@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from zero_tp.base.constants import DTYPES, MODEL_KEY
 from zero_tp.base.errors import ConfigError, did_you_mean, one_line, shown
 from zero_tp.base.strict_json import read_json
-from zero_tp.base.validation import ConfigModel, validate
+from zero_tp.base.validation import ConfigModel, ErrorCollector, validate, with_keys
 from zero_tp.model import architectures
 from zero_tp.model.architectures.fields import (
     AUTO_MAP,
@@ -62,8 +62,10 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
     )
     aliases: dict[str, str] = config_class.attribute_map
     _check_aliases(fields, aliases)
-    _check_sizes(fields, aliases)
-    with _errors_by_written_name(fields, aliases):
+    collector = ErrorCollector()
+    with collector:
+        _check_sizes(fields, aliases)
+    with collector, _errors_by_written_name(fields, aliases):
         rules.check(
             {aliases.get(name, name): value for name, value in fields.items() if value is not None}
         )
@@ -73,7 +75,9 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
         # GPT-2's default is 50,256, which a smaller vocabulary does not have.
         if isinstance(default, int) and default >= vocabulary:
             fields.setdefault(name, None)
-    _check_token_ids(fields, vocabulary)
+    with collector:
+        _check_token_ids(fields, vocabulary)
+    collector.raise_all()
     try:
         config: PretrainedConfig = config_class(**fields)
     except (
@@ -122,6 +126,7 @@ def _check_sizes(fields: dict[str, Any], aliases: dict[str, str]) -> None:
         "num_experts",
         "num_local_experts",
     }
+    collector = ErrorCollector()
     for name, value in fields.items():
         most = MAX_LAYERS if name in counts else MAX_SIZE
         if isinstance(value, int) and abs(value) > most:
@@ -130,9 +135,11 @@ def _check_sizes(fields: dict[str, Any], aliases: dict[str, str]) -> None:
                 if name in counts
                 else "sizes and token ids are counted in 32 bits"
             )
-            raise ConfigError(
-                f"{MODEL_KEY}.{name}", f"{value} is more than {most}: {reason}", "use a smaller one"
+            problem = f"{value} is more than {most}: {reason}"
+            collector.errors.append(
+                ConfigError(f"{MODEL_KEY}.{name}", problem, "use a smaller one")
             )
+    collector.raise_all()
 
 
 def config_from_directory(directory: Path, key: str = "", **changes: Any) -> PretrainedConfig:
@@ -157,11 +164,17 @@ def config_from_json(raw: dict[str, Any], directory: Path, **changes: Any) -> Pr
         directory: for error messages.
         changes: fields that override the file's.
     """
+    collector = ErrorCollector()
     try:
         model_type = _model_type(raw)
-        refuse_quantized(raw, directory)
+        config_class = CONFIG_MAPPING[model_type]
         rules = fields_of(model_type)
-        fields = _declared_fields(raw, CONFIG_MAPPING[model_type], rules)
+        with collector:
+            refuse_quantized(raw, directory)
+        with collector:
+            _check_undeclared(raw, config_class, rules)
+        declared = _pydantic_model(config_class, rules).model_fields
+        fields = {name: raw[name] for name in raw if name in declared}
         vocabulary = fields.get("vocab_size")
         for name in TOKEN_IDS:
             value = fields.get(name)
@@ -174,12 +187,17 @@ def config_from_json(raw: dict[str, Any], directory: Path, **changes: Any) -> Pr
             # transformers gives a padding row to a negative id too, as torch counts from the end.
             has_row = name == "pad_token_id" and name in rules.read and -vocabulary <= value < 0
             fields[name] = value + vocabulary if has_row else None
-        config = config_from_block({"model_type": model_type, **fields, **changes})
+        with collector:
+            config = config_from_block({"model_type": model_type, **fields, **changes})
+        collector.raise_all()
     except ConfigError as error:
-        name = error.key.removeprefix(f"{MODEL_KEY}.")
-        if name in changes or not error.key.startswith(MODEL_KEY):
-            raise
-        raise ConfigError(f"{directory / CONFIG}: {name}", error.problem, error.remedy) from None
+
+        def in_file(key: str) -> str:
+            name = key.removeprefix(f"{MODEL_KEY}.")
+            is_of_file = key.startswith(MODEL_KEY) and name not in changes
+            return f"{directory / CONFIG}: {name}" if is_of_file else key
+
+        raise with_keys(error, in_file) from None
     dtype = raw.get("dtype", raw.get("torch_dtype"))
     if isinstance(dtype, str) and dtype in DTYPES.values():
         config.dtype = getattr(torch, dtype)
@@ -272,17 +290,18 @@ def _model_type(model: dict[str, Any]) -> str:
     raise ConfigError(key, f"{shown(model_type)} is unknown{also}", hint if "?" in hint else listed)
 
 
-def _declared_fields(raw: dict[str, Any], config_class: Any, rules: Fields) -> dict[str, Any]:
-    """Return the fields of a config.json that the model_type has."""
+def _check_undeclared(raw: dict[str, Any], config_class: Any, rules: Fields) -> None:
+    """Refuse each field of a config.json that the model_type lacks and transformers may read."""
     declared = _pydantic_model(config_class, rules).model_fields
-    rules.check({name: value for name, value in raw.items() if name not in declared})
+    collector = ErrorCollector()
+    with collector:
+        rules.check({name: value for name, value in raw.items() if name not in declared})
     for name in _unknown_fields(raw, config_class, rules):
         if may_read(config_class.model_type, name):
             problem = f"{shown(raw[name])} is no field of {config_class.__name__}"
-            raise ConfigError(
-                f"{MODEL_KEY}.{name}", problem, "remove it from the file if it changes nothing"
-            )
-    return {name: raw[name] for name in raw if name in declared}
+            remedy = "remove it from the file if it changes nothing"
+            collector.errors.append(ConfigError(f"{MODEL_KEY}.{name}", problem, remedy))
+    collector.raise_all()
 
 
 def _unknown_fields(raw: dict[str, Any], config_class: Any, rules: Fields) -> list[str]:
@@ -347,16 +366,15 @@ def _check_aliases(fields: dict[str, Any], aliases: dict[str, str]) -> None:
 
 
 def _check_token_ids(fields: dict[str, Any], vocabulary: int) -> None:
+    collector = ErrorCollector()
     for name in TOKEN_IDS:
         value = fields.get(name)
         for token in value if isinstance(value, list) else [value]:
             if token is not None and not 0 <= token < vocabulary:
+                problem = f"{token} is outside the vocabulary of {vocabulary}"
                 remedy = f"give an id from 0 to {vocabulary - 1}, or null"
-                raise ConfigError(
-                    f"{MODEL_KEY}.{name}",
-                    f"{token} is outside the vocabulary of {vocabulary}",
-                    remedy,
-                )
+                collector.errors.append(ConfigError(f"{MODEL_KEY}.{name}", problem, remedy))
+    collector.raise_all()
 
 
 @contextlib.contextmanager
@@ -367,8 +385,10 @@ def _errors_by_written_name(fields: dict[str, Any], aliases: dict[str, str]) -> 
     try:
         yield
     except ConfigError as error:
-        own = error.key.removeprefix(f"{MODEL_KEY}.")
-        name = next(
-            (alias for alias, target in aliases.items() if target == own and alias in fields), own
-        )
-        raise ConfigError(f"{MODEL_KEY}.{name}", error.problem, error.remedy) from None
+
+        def as_written(key: str) -> str:
+            own = key.removeprefix(f"{MODEL_KEY}.")
+            written = (name for name, target in aliases.items() if target == own and name in fields)
+            return f"{MODEL_KEY}.{next(written, own)}"
+
+        raise with_keys(error, as_written) from None

@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError, did_you_mean, shown
+from zero_tp.base.validation import ErrorCollector
 
 AUTO_MAP = "auto_map"
 UNTRAINED_HEAD = "of a head that is not trained"
@@ -138,24 +139,31 @@ class Fields:
         return [name for part in listed for name in part]
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """Refuse the first unsupported value of a field above.
+        """Refuse every unsupported value of a field above.
 
         Args:
             values: by the names of the config class.
+
+        Raises:
+            ConfigErrors: one for each field.
         """
-        fixed = {**FIXED_IN_EVERY_CONFIG, **self.fixed}
+        collector = ErrorCollector()
         for name, value in values.items():
-            if name in fixed and value != fixed[name][0]:
-                only, reason = fixed[name]
-                raise _unsupported(name, value, reason, only)
-            options = self.choices.get(name, ())
-            for one in value if isinstance(value, list | tuple) else [value]:
-                if options and one not in options:
-                    problem = f"{shown(one)} is not one of {', '.join(options)}"
-                    raise ConfigError(
-                        f"{MODEL_KEY}.{name}", problem, did_you_mean(str(one), options)
-                    )
-            self.check_range(name, value)
+            with collector:
+                self._check_value(name, value)
+                self.check_range(name, value)
+        collector.raise_all()
+
+    def _check_value(self, name: str, value: Any) -> None:
+        fixed = {**FIXED_IN_EVERY_CONFIG, **self.fixed}
+        if name in fixed and value != fixed[name][0]:
+            only, reason = fixed[name]
+            raise _unsupported(name, value, reason, only)
+        options = self.choices.get(name, ())
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if options and one not in options:
+                problem = f"{shown(one)} is not one of {', '.join(options)}"
+                raise ConfigError(f"{MODEL_KEY}.{name}", problem, did_you_mean(str(one), options))
 
     def check_range(self, name: str, value: Any) -> None:
         """Refuse a number that is out of its field's range."""

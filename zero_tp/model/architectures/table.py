@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError
+from zero_tp.base.validation import with_keys
 from zero_tp.model.architectures.fields import Fields
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.parallel.spans import Span, Spans
@@ -213,9 +214,9 @@ class Architecture:
             self.fields.check_object(config)
             return self.translate(config)
         except ConfigError as error:
-            name = error.key.removeprefix(f"{MODEL_KEY}.")
-            raise ConfigError(
-                f"{key or type(config).__name__}.{name}", error.problem, error.remedy
+            owner = key or type(config).__name__
+            raise with_keys(
+                error, lambda name: f"{owner}.{name.removeprefix(f'{MODEL_KEY}.')}"
             ) from None
 
     def weights_of(self, spec: TransformerSpec) -> Iterator[Weight]:

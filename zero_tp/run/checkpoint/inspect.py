@@ -6,7 +6,12 @@ import math
 from pathlib import Path
 
 from zero_tp.base.errors import UserError, one_line
-from zero_tp.run.checkpoint.directory import check_content, check_sizes, complete_steps
+from zero_tp.run.checkpoint.directory import (
+    check_content,
+    check_sizes,
+    complete_steps,
+    incomplete_after,
+)
 from zero_tp.run.checkpoint.find import find_checkpoint
 from zero_tp.run.checkpoint.manifest import Parallelism
 
@@ -35,8 +40,9 @@ def inspect(source: Path, *, verify: bool = False) -> str:
     steps = complete_steps(source)
     parent = manifest.parent
     # A script that verifies a run must not take the newest complete checkpoint for the newest one.
-    if verify and checkpoint.notes:
-        raise UserError(checkpoint.notes[-1])
+    incomplete = incomplete_after(source, manifest.step)
+    if verify and incomplete:
+        raise UserError(incomplete[-1])
     # A checkpoint may have hundreds of GB. A stat of each file finds cut and missing ones at once.
     check = check_content if verify else check_sizes
     check(checkpoint.path, manifest.files)
@@ -66,7 +72,8 @@ def inspect(source: Path, *, verify: bool = False) -> str:
         ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
         ("files", f"{len(files)}, {_size(sum(file.bytes for file in files.values()))}"),
         *(("", f"{name}  {_size(file.bytes)}") for name, file in sorted(files.items())),
-        *(("skipped", line) for line in checkpoint.notes),
+        *(("skipped", line) for line in incomplete),
+        *(("note", line) for line in checkpoint.notes if line not in incomplete),
         *([("verified", "every checksum OK")] if verify else []),
     ]
     return "\n".join(f"{name:<11} {one_line(text)}" for name, text in rows)

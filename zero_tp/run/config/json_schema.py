@@ -45,8 +45,8 @@ def json_schema() -> Json:
     """Return the JSON schema (draft 2020-12) of a run's file.
 
     It has keys, types and ranges; `params` depend on `type`, and a model's fields on `model_type`.
-    Every config that RunConfig accepts is valid. It does not check combinations of keys and batch
-    arithmetic.
+    Every config that RunConfig accepts without a note on a removed key is valid. It does not check
+    combinations of keys and batch arithmetic.
     """
     from zero_tp.model.architectures import ARCHITECTURES
 

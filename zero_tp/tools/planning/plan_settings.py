@@ -159,6 +159,7 @@ class ZeroSettings:
         moments: bytes of the optimizer's states for one parameter, without the fp32 master.
         torch_optimizer: the optimizer is an unfused class of torch whose update allocates
             temporaries.
+        fused_adamw: it is torch's fused AdamW.
         clips_gradients: `gradient_clipping` is above 0.
         copies_gradients: a key makes DeepSpeed copy gradients (`contiguous_gradients`,
             `grad_accum_dtype`).
@@ -180,6 +181,7 @@ class ZeroSettings:
     communication_itemsize: int
     moments: int
     torch_optimizer: bool
+    fused_adamw: bool
     clips_gradients: bool
     copies_gradients: bool
     overlap: bool
@@ -212,6 +214,7 @@ class ZeroSettings:
             communication_itemsize=ELEMENT_BYTES[settings.communication_data_type or config.dtype],
             moments=_moment_bytes(optimizer),
             torch_optimizer=_allocates_temporaries(optimizer),
+            fused_adamw=facts.is_fused_adamw(optimizer),
             clips_gradients=settings.gradient_clipping > 0,
             copies_gradients=facts.copies_gradients(settings),
             overlap=zero.overlaps,
@@ -254,6 +257,16 @@ class ZeroSettings:
         wider = self.dtype == "bf16" and self.accumulates_wider
         return facts.is_bf16_optimizer(
             self.stage, sums_in_fp32=wider, offloaded=self.offload_optimizer
+        )
+
+    @property
+    def runs_fused_update(self) -> bool:
+        """Return whether one pass over each gradient updates masters, moments and weights."""
+        return facts.runs_fused_update(
+            self.stage,
+            fused_adamw=self.fused_adamw,
+            bf16_optimizer=self.runs_bf16_optimizer,
+            offloaded=self.offload_optimizer,
         )
 
     @property

@@ -484,6 +484,9 @@ class ZeroMemory:
         if zero.runs_bf16_optimizer:
             # BF16_Optimizer converts nothing: its fp32 sums are permanent, in `states.buffers`.
             return states._replace(gradients=e * self.parameters.total)
+        if zero.runs_fused_update:
+            # The update converts each gradient by itself.
+            return states._replace(gradients=self._reduced_gradients)
         updated = self._update_numel
         if zero.stage == 3:
             # Persistent parameters are partitioned before the optimizer's step, and gathered after
@@ -512,6 +515,11 @@ class ZeroMemory:
             total = self.parameters.total
             largest = self.parameters.largest
             return states._replace(buffers=self._temporaries(largest, 3, total))
+        if zero.runs_fused_update:
+            # An fp32 copy of one gradient; compiled kernels have none.
+            copied = 4 if zero.grad_accum_itemsize < 4 else 0
+            largest = min(self.parameters.largest, max(self.partition_sizes))
+            return states._replace(buffers=states.buffers + copied * largest)
         updated = self._update_numel
         # The partition of a group is one flat tensor, so "all tensors" of a call of the optimizer
         # are this one.

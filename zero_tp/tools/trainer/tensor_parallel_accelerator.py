@@ -49,13 +49,13 @@ class SteppedEngine:
     It runs backward and, at a step's end, the update.
 
     Attributes:
-        zero: the engine of the ZeRO stage; it computes the norm and clips. deepspeed_engine:
-            DeepSpeed's.
+        zero: the engine of the ZeRO stage; it computes the norm and clips.
+        engine: DeepSpeed's. accelerate's `free_memory` destroys it by this name.
     """
 
     def __init__(self, zero: ZeroEngine):
         self.zero = zero
-        self.deepspeed_engine = zero.deepspeed_engine
+        self.engine = zero.deepspeed_engine
 
     def backward(self, loss: Tensor, sync_gradients: bool = True, **options: Any) -> None:
         """Run a micro-batch's backward.
@@ -64,7 +64,7 @@ class SteppedEngine:
         """
         # Trainer decides what a step is, also where an epoch ends with fewer micro-batches;
         # DeepSpeed would count to its own accumulation.
-        self.deepspeed_engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
+        self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.zero.backward(loss, **options)
         # Between backward and update: a partial gradient that no hook has summed over TP must not
         # reach the weights.

@@ -1,0 +1,215 @@
+"""The update of ZeRO-1 and 2 against DeepSpeed's own step, and its kernel against torch's AdamW."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.compare import grid
+from tests.support.pools import Pools
+from tests.support.settings import fp16_supported
+from tests.support.small_engine import ACCUMULATION, DECAY, build, tokens_of_step
+from tests.tiers import in_tiers
+from zero_tp.engine.zero import fused_update
+from zero_tp.engine.zero.fused_update import (
+    FusedUpdate,
+    UpdateBlock,
+    adamw_scalars,
+    update_adamw,
+    update_blocks,
+)
+from zero_tp.model.causal_lm import next_tokens
+from zero_tp.parallel.elementwise import COMPILED
+
+FAULTS = {"nan": float("nan"), "infinite": float("inf"), "large": 1e25}
+"""What a gradient is filled with; the squares of the last overflow fp32."""
+STEPS = 4
+
+
+class Step(NamedTuple):
+    """What a step leaves: norm, whether it was skipped, and the rank's tensors."""
+
+    norm: float
+    is_skipped: bool
+    counters: tuple[int, int]
+    tensors: dict[str, Tensor]
+
+
+def steps_of(
+    tensor: int, stage: int, dtype: str, fault: tuple[str, int, str] | None, is_fused: bool
+) -> list[Step]:
+    """Run a few steps.
+
+    Args:
+        fault: in the second step, the name of a parameter, the rank, and how its gradient is wrong.
+        is_fused: by our step; else by DeepSpeed's.
+    """
+    topology = grid(tensor, tensor > 1)
+    adamw = {"lr": 1e-2, "weight_decay": DECAY, "torch_adam": True, "fused": True}
+    precisions: dict[str, dict[str, Any]] = {
+        "bf16": {"bf16": {"enabled": True}},
+        "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}},
+        "fp32": {},
+    }
+    supports = (
+        contextlib.nullcontext()
+        if is_fused
+        else mock.patch.object(FusedUpdate, "is_supported", lambda _: False)
+    )
+    supported = fp16_supported() if dtype == "fp16" else contextlib.nullcontext()
+    with supports, supported:
+        engine = build(
+            topology,
+            stage,
+            optimizer={"type": "AdamW", "params": adamw},
+            gradient_clipping=0.5,
+            **precisions[dtype],
+        )
+        assert (engine.zero.optimizer.step.__func__ is FusedUpdate.step) == is_fused
+        number = 0
+
+        def damage(gradient: Tensor) -> Tensor:
+            assert fault is not None
+            is_here = number == 1 and topology.rank == fault[1]
+            return torch.full_like(gradient, FAULTS[fault[2]]) if is_here else gradient
+
+        if fault is not None:
+            engine.model.get_parameter(fault[0]).register_hook(damage)
+        return [_step(engine, number := step) for step in range(STEPS)]
+
+
+def _step(engine: Any, number: int) -> Step:
+    topology = engine.topology
+    own = tokens_of_step(number).chunk(topology.data)[topology.data_rank]
+    engine.train_step([(part, next_tokens(part)) for part in own.chunk(ACCUMULATION)])
+    states = engine.zero.states()
+    tensors = {name: weight.detach().clone() for name, weight in engine.model.named_parameters()}
+    for kind in states.kinds():
+        for fragment in states.fragments:
+            tensors[f"{fragment.name} {kind}"] = states.get(fragment, kind).clone()
+    deepspeed_engine = engine.deepspeed_engine
+    counters = (deepspeed_engine.global_steps, deepspeed_engine.skipped_steps)
+    return Step(engine.gradient_norm, engine.skipped, counters, tensors)
+
+
+def both(
+    tensor: int, stage: int, dtype: str, fault: tuple[str, int, str] | None
+) -> tuple[list[Step], list[Step]]:
+    with mock.patch.object(fused_update, "SMALL", 100):  # the model's matrices are large then
+        ours = steps_of(tensor, stage, dtype, fault, True)
+    return ours, steps_of(tensor, stage, dtype, fault, False)
+
+
+PARAMETERS = (
+    "transformer.final_norm.weight",
+    "transformer.layers.0.mlp.up.weight",
+    "transformer.layers.1.attention.output.bias",
+)
+
+
+CASES: list[tuple[int, int, str]] = [
+    (tensor, stage, dtype)
+    for tensor in (1, 2, 4)
+    for stage in (1, 2)
+    for dtype in ("fp32", "bf16", "fp16")
+]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stage", "dtype"), in_tiers(CASES, [(2, 1, "bf16"), (2, 2, "fp16"), (2, 1, "fp32")])
+)
+def test_every_step_is_that_of_deepspeed(
+    ranks: Pools, run_seed: int, tensor: int, stage: int, dtype: str
+) -> None:
+    """Norms, skips, counters, masters, moments and weights, with and without a wrong gradient."""
+    draw = random.Random(run_seed)
+    name, kind = draw.choice(PARAMETERS), draw.choice(sorted(FAULTS))
+    if dtype == "fp16" and kind == "large":
+        kind = "infinite"
+    for fault in (None, (name, draw.randrange(4), kind)):
+        for rank, (ours, theirs) in enumerate(ranks(4).run(both, tensor, stage, dtype, fault)):
+            where = f"{fault}, rank {rank}"
+            assert [step.is_skipped for step in ours] == [step.is_skipped for step in theirs], where
+            # A large number on a rank that does not count it is not seen by either.
+            if fault is None or fault[2] != "large":
+                assert any(step.is_skipped for step in ours) == (fault is not None), where
+            for own, other in zip(ours, theirs, strict=True):
+                assert own.counters == other.counters
+                assert own.norm == pytest.approx(other.norm, rel=1e-7, nan_ok=True), where
+                assert own.tensors.keys() == other.tensors.keys()
+                for key, tensor_of_ours in own.tensors.items():
+                    # A last bit of the norm is one of the clip factor.
+                    torch.testing.assert_close(
+                        tensor_of_ours, other.tensors[key], rtol=1e-6, atol=1e-9, msg=key
+                    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_update_is_torchs_fused_adamw(dtype: torch.dtype, seed: int) -> None:
+    """On sizes that are compiled once; the rate, the factor and the count change each step."""
+    torch.manual_seed(seed)
+    for count in (1, 2, 70):
+        for size in (24, 1000, 4099):
+            gradient = torch.randn(size).to(dtype)
+            master, first, second = torch.randn(size), torch.randn(size) / 9, torch.rand(size) / 9
+            settings = {
+                "lr": 3e-3 / count,
+                "betas": (0.9, 0.95),
+                "weight_decay": 0.1,
+                "eps": 1e-8,
+            }
+            expected = [tensor.clone() for tensor in (master, first, second)]
+            wide = gradient.float() * 0.37
+            torch._fused_adamw_(
+                expected[:1],
+                [wide],
+                expected[1:2],
+                expected[2:],
+                [],
+                [torch.tensor(float(count))],
+                lr=3e-3 / count,
+                beta1=0.9,
+                beta2=0.95,
+                weight_decay=0.1,
+                eps=1e-8,
+                amsgrad=False,
+                maximize=False,
+            )
+            weight = torch.empty(size, dtype=dtype)
+            scalars = adamw_scalars(settings, count, 0.37, torch.device("cpu"))
+            COMPILED.map_rows(update_adamw, (gradient, master, first, second, weight), scalars)
+            # Sums are rounded in another order: the last bit of the larger operand.
+            for own, other in zip((master, first, second), expected, strict=True):
+                torch.testing.assert_close(own, other, rtol=2.4e-7, atol=1.2e-7)
+            assert torch.equal(weight, master.to(dtype))
+            rounded = expected[0].to(dtype)
+            assert (weight != rounded).double().mean() <= (1e-3 if dtype != torch.float32 else 1)
+
+
+def test_small_neighbours_share_a_call() -> None:
+    sizes = [70_000, 10, 20, 30, 65_536, 5, 8]
+    counted = [True, True, True, False, True, True, None]
+    bounds = [(0, 1), (1, 3), (3, 4), (4, 5), (5, 6)]
+    starts = [0, 70_000, 70_010, 70_030, 70_060, 135_596, 135_601]
+    blocks = update_blocks(sizes, counted)
+    assert [(block.gradients.start, block.gradients.stop) for block in blocks] == bounds
+    assert [(block.elements.start, block.elements.stop) for block in blocks] == [
+        (starts[begin], starts[end]) for begin, end in bounds
+    ]
+    assert [block.is_counted for block in blocks] == [True, True, False, True, True]
+
+
+def test_shared_blocks_end_at_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_update, "SHARED", 30)
+    blocks = update_blocks([10] * 7, [True] * 7)
+    assert blocks == [
+        UpdateBlock(slice(0, 3), slice(0, 30), True, True),
+        UpdateBlock(slice(3, 6), slice(30, 60), True, True),
+        UpdateBlock(slice(6, 7), slice(60, 70), True, True),
+    ]

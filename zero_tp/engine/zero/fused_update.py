@@ -1,0 +1,368 @@
+"""The update of ZeRO-1 and 2 by AdamW: one pass over the gradients for their norm, one for the
+update.
+
+DeepSpeed's own step goes over each gradient nine times: for an overflow scan, for fp64 copies
+and their norm, to flatten, to convert, to clip, and for the optimizer and the rounded weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.runtime.utils import all_gather_dp_groups
+from deepspeed.runtime.zero.stage_1_and_2 import (
+    INITIAL_MICRO_STEP_ID,
+    OPTIMIZER_ALLGATHER_TIMER,
+    OPTIMIZER_GRADIENTS_TIMER,
+    OPTIMIZER_STEP_TIMER,
+    OPTIMIZER_TIMERS,
+    DeepSpeedZeroOptimizer,
+)
+from torch import Tensor, nn
+
+from zero_tp.engine.zero.veto import StepVeto
+from zero_tp.parallel.collectives import all_reduce
+from zero_tp.parallel.elementwise import ElementwiseOps
+from zero_tp.parallel.gradients import squared_norms
+from zero_tp.parallel.layout import Sharded, layout_of
+from zero_tp.parallel.topology import Topology
+
+SMALL = 2**16
+"""Elements below which gradients are copied together, because a launch would cost more."""
+SHARED = 2**20
+"""The most elements that are copied together."""
+
+
+@dataclass(frozen=True)
+class UpdateBlock:
+    """Neighbours in a group's partition that one call updates.
+
+    Attributes:
+        gradients: the places of its gradients in DeepSpeed's list.
+        elements: its elements of this rank's partition of the group.
+        is_counted: this rank adds its squares to the norm. Other TP ranks count a replicated
+            parameter's.
+        is_shared: its gradients are small, so more may join.
+    """
+
+    gradients: slice
+    elements: slice
+    is_counted: bool
+    is_shared: bool
+
+
+def update_blocks(sizes: Sequence[int], counted: Sequence[bool | None]) -> list[UpdateBlock]:
+    """Divide a partition into blocks.
+
+    With SMALL = 4 and parameters of 9, 2, 3, 8 elements and padding of 2:
+
+        gradients    9 | 2 3 | 8 | (2)
+        blocks       each large one by itself, the small neighbours together, no padding
+
+    Args:
+        sizes: elements of each gradient.
+        counted: of each gradient, whether this rank counts it; None: padding, which has no block.
+    """
+    blocks: list[UpdateBlock] = []
+    offset = 0
+    for place, (size, is_counted) in enumerate(zip(sizes, counted, strict=True)):
+        begin, offset = offset, offset + size
+        if is_counted is None:
+            continue
+        last = blocks[-1] if blocks else None
+        if (
+            last is not None
+            and last.is_shared
+            and size < SMALL
+            and last.is_counted == is_counted
+            and last.gradients.stop == place
+            and offset - last.elements.start <= SHARED
+        ):
+            blocks.pop()
+            gradients = slice(last.gradients.start, place + 1)
+            blocks.append(
+                UpdateBlock(gradients, slice(last.elements.start, offset), is_counted, True)
+            )
+        else:
+            elements = slice(begin, offset)
+            blocks.append(UpdateBlock(slice(place, place + 1), elements, is_counted, size < SMALL))
+    return blocks
+
+
+class FusedUpdate:
+    """Replaces the step of DeepSpeed's optimizer of ZeRO-1 and 2, where `is_supported`.
+
+    Each gradient is freed after its update, so that no second copy of all gradients exists. The
+    host waits for the device once, for the norm, which decides whether the step is skipped.
+
+    Args:
+        optimizer: DeepSpeed's, around torch's fused AdamW.
+        veto: returns the veto of this step.
+        elementwise: compiles the update; None: torch's fused kernel runs it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        topology: Topology,
+        veto: Callable[[], StepVeto],
+        elementwise: ElementwiseOps | None,
+    ):
+        self._optimizer = optimizer
+        self._topology = topology
+        self._veto = veto
+        self._elementwise = elementwise
+        self._plans: dict[int, tuple[list[int], list[UpdateBlock], Tensor]] = {}
+        self._counts: dict[int, tuple[Tensor, int]] = {}
+
+    @staticmethod
+    def is_supported(optimizer: Any) -> bool:
+        """Return whether DeepSpeed's optimizer keeps its states on the device, for AdamW."""
+        # Others, such as an offloaded optimizer, DeepSpeed's FusedAdam, SGD, or Adam with L2 decay
+        # or amsgrad, keep DeepSpeed's step.
+        return (
+            type(optimizer) is DeepSpeedZeroOptimizer
+            and not optimizer.cpu_offload
+            and type(optimizer.optimizer) is torch.optim.AdamW
+            and all(
+                group["fused"] and not (group["amsgrad"] or group["maximize"])
+                for group in optimizer.param_groups
+            )
+        )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Compute the norm of the accumulated gradients; update the weights, unless it is not
+        finite or a spike. Collective over all ranks.
+        """
+        optimizer = self._optimizer
+        optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+        optimizer.timers(OPTIMIZER_GRADIENTS_TIMER).start()
+        gradients = [self._take_gradients(group) for group in range(len(optimizer.bit16_groups))]
+        norm = self._norm(gradients)
+        is_spike = self._veto().finds_spike(norm / optimizer.loss_scale)
+        scaled_norm = norm.item()
+        optimizer.timers(OPTIMIZER_GRADIENTS_TIMER).stop()
+        # All ranks read the same norm. One that is not finite comes from such a gradient on some
+        # rank, or from squares whose sum exceeds fp32, which DeepSpeed skips, too.
+        optimizer.overflow = is_spike or not math.isfinite(scaled_norm)
+        optimizer.timers(OPTIMIZER_STEP_TIMER).start()
+        if optimizer.overflow:
+            optimizer._global_grad_norm = float("inf")
+        else:
+            optimizer._global_grad_norm = scaled_norm / optimizer.loss_scale
+            factor = self._unscaling(scaled_norm)
+            for group, flat_gradients in enumerate(gradients):
+                self._update_group(group, flat_gradients, factor)
+            # Its schedule warns if it has not stepped.
+            optimizer.optimizer._opt_called = True
+            optimizer._lazy_init_hp_params_optimizer_state()
+        del gradients
+        optimizer.timers(OPTIMIZER_STEP_TIMER).stop()
+        optimizer.timers(OPTIMIZER_ALLGATHER_TIMER).start()
+        if not optimizer.overflow:
+            all_gather_dp_groups(
+                groups_flat=optimizer.bit16_groups_flat,
+                partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,
+                dp_process_group=optimizer.real_dp_process_group,
+                start_alignment_factor=optimizer.nccl_start_alignment_factor,
+                allgather_bucket_size=optimizer.allgather_bucket_size,
+            )
+        optimizer.timers(OPTIMIZER_ALLGATHER_TIMER).stop()
+        optimizer.timers.log(OPTIMIZER_TIMERS)
+
+    def _take_gradients(self, group: int) -> list[Tensor]:
+        """Take a group's gradients from DeepSpeed, as one flat tensor a block."""
+        optimizer = self._optimizer
+        gradients = list(optimizer.averaged_gradients[group])
+        optimizer.averaged_gradients[group] = None
+        optimizer.all_grad_tensors[group] = None
+        for parameters in (optimizer.params_in_partition, optimizer.params_not_in_partition):
+            optimizer.free_grad_in_param_list(parameters[group])
+        sizes = [gradient.numel() for gradient in gradients]
+        if group not in self._plans or self._plans[group][0] != sizes:
+            self._plans[group] = (sizes, *self._plan(group, gradients))
+        flat_gradients: list[Tensor] = []
+        for block in self._plans[group][1]:
+            parts = [gradient.reshape(-1) for gradient in gradients[block.gradients]]
+            flat_gradients.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return flat_gradients
+
+    def _plan(self, group: int, gradients: Sequence[Tensor]) -> tuple[list[UpdateBlock], Tensor]:
+        """Return the group's blocks, and 1 for each that this rank counts in the norm, else 0."""
+        # DeepSpeed pairs gradients with parameters in order, after it has left padding out. A
+        # partition without parameters is one tensor of zeros.
+        parameters = iter(self._optimizer.params_in_partition[group])
+        owners = [
+            None if getattr(gradient, "_zero_padding", False) else next(parameters, None)
+            for gradient in gradients
+        ]
+        counted = [None if owner is None else self._is_counted(owner) for owner in owners]
+        blocks = update_blocks([gradient.numel() for gradient in gradients], counted)
+        weights = [float(block.is_counted) for block in blocks]
+        device = gradients[0].device
+        return blocks, torch.tensor(weights, dtype=torch.float64, device=device)
+
+    def _is_counted(self, parameter: nn.Parameter) -> bool:
+        return isinstance(layout_of(parameter), Sharded) or self._topology.tensor_rank == 0
+
+    def _norm(self, gradients: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return the norm of all ranks' gradients, fp32 [0-d]; not finite if one of them is not.
+
+        Two all-reduces, over DP and over TP, of one number a group.
+        """
+        squares = []
+        for group, flat_gradients in enumerate(gradients):
+            weights = self._plans[group][2]
+            # A rank that does not count a replicated gradient adds 0 times its square: 0, or nan if
+            # the gradient is not finite on this rank alone.
+            squares.append(
+                torch.dot(squared_norms(flat_gradients), weights)
+                if flat_gradients
+                else weights.sum()
+            )
+        total = torch.stack(squares).float()
+        for reduced in (self._topology.data_group, self._topology.tensor_group):
+            total = all_reduce(total, reduced)
+        return torch.linalg.vector_norm(total.sqrt())
+
+    def _unscaling(self, norm: float) -> float:
+        """Return the factor of gradients that undoes fp16's loss scale and clips, in fp32 as in
+        DeepSpeed's `unscale_and_clip_grads`.
+
+        Args:
+            norm: of the scaled gradients.
+        """
+        scale = torch.tensor(float(self._optimizer.loss_scale))
+        limit = self._optimizer.clip_grad
+        if limit > 0:
+            clip = (torch.tensor(norm) / scale + 1e-6) / limit
+            scale = scale * clip.clamp(min=1.0)
+        return float(1.0 / scale)
+
+    def _update_group(self, group: int, gradients: list[Tensor], factor: float) -> None:
+        """Update a group's masters, moments and weights; free each gradient."""
+        optimizer = self._optimizer
+        flat = optimizer.single_partition_of_fp32_groups[group]
+        state = self._state(flat)
+        rank = self._topology.data_rank
+        weights = optimizer.parallel_partitioned_bit16_groups[group][rank].detach()
+        tensors = (flat.detach(), state["exp_avg"], state["exp_avg_sq"], weights)
+        settings = optimizer.param_groups[group]
+        count = self._count(group, state["step"])
+        scalars = None
+        if self._elementwise is not None:
+            scalars = adamw_scalars(settings, count, factor, flat.device)
+        for block in self._plans[group][1]:
+            gradient = gradients.pop(0)
+            master, first, second, weight = (tensor[block.elements] for tensor in tensors)
+            parts = (gradient, master, first, second, weight)
+            if self._elementwise is None:
+                update_adamw_eagerly(*parts, state["step"], settings, factor)
+            else:
+                self._elementwise.map_rows(update_adamw, parts, scalars)
+
+    def _state(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return the optimizer's state of a partition, made as torch's AdamW makes it."""
+        state: dict[str, Tensor] = self._optimizer.optimizer.state[flat]
+        for kind in ("exp_avg", "exp_avg_sq"):
+            if kind not in state:
+                state[kind] = torch.zeros_like(flat, requires_grad=False)
+        if "step" not in state:
+            state["step"] = torch.zeros((), device=flat.device)
+        return state
+
+    def _count(self, group: int, step: Tensor) -> int:
+        """Count an update; return its number.
+
+        The tensor stays where torch's kernel reads it. Reading it would wait for the device, so a
+        number beside it is counted, too.
+        """
+        known, count = self._counts.get(group, (None, 0))
+        if known is not step:  # the first update, or a checkpoint was restored
+            count = int(step)
+        self._counts[group] = (step, count + 1)
+        step += 1
+        return count + 1
+
+
+def update_adamw_eagerly(
+    gradient: Tensor,
+    master: Tensor,
+    first: Tensor,
+    second: Tensor,
+    weight: Tensor,
+    step: Tensor,
+    settings: Mapping[str, Any],
+    factor: float,
+) -> None:
+    """Update a block by torch's fused kernel, with an fp32 copy of its gradient alone."""
+    wide = gradient.float()
+    if factor != 1.0:
+        wide.mul_(factor)
+    beta1, beta2 = settings["betas"]
+    torch._fused_adamw_(
+        [master],
+        [wide],
+        [first],
+        [second],
+        [],
+        [step],
+        lr=float(settings["lr"]),
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=settings["weight_decay"],
+        eps=settings["eps"],
+        amsgrad=False,
+        maximize=False,
+    )
+    weight.copy_(master)
+
+
+def adamw_scalars(
+    settings: Mapping[str, Any], count: int, factor: float, device: torch.device
+) -> Tensor:
+    """Return the numbers of `update_adamw`, computed in fp64, fp32 [8] on the device.
+
+    As a tensor, because numbers would be compiled into the kernel: a new rate would compile anew.
+    """
+    lr = float(settings["lr"])
+    beta1, beta2 = settings["betas"]
+    numbers = [
+        factor,
+        1 - lr * settings["weight_decay"],
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        lr / (1 - beta1**count),
+        math.sqrt(1 - beta2**count),
+        settings["eps"],
+    ]
+    scalars = torch.tensor(numbers, pin_memory=device.type == "cuda")
+    return scalars.to(device, non_blocking=True)
+
+
+def update_adamw(
+    gradient: Tensor,
+    master: Tensor,
+    first: Tensor,
+    second: Tensor,
+    weight: Tensor,
+    scalars: Tensor,
+) -> None:
+    """AdamW in place (arXiv 1711.05101, algorithm 2), with the rounded weights. All [n].
+
+    Moves 28 bytes an element in bf16: reads the gradient, reads and writes master and moments,
+    writes the weight.
+    """
+    factor, decay, rate1, beta2, rate2, step_size, correction, eps = scalars.unbind()
+    wide = gradient.float() * factor
+    first.copy_(first + rate1 * (wide - first))
+    second.copy_(beta2 * second + rate2 * wide * wide)
+    denominator = second.sqrt() / correction + eps
+    master.copy_(master * decay - step_size * first / denominator)
+    weight.copy_(master)
