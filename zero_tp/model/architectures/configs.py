@@ -238,16 +238,18 @@ def check_numbers(config: PretrainedConfig, path: Path) -> None:
         path: of the file.
     """
     table = architectures.ARCHITECTURES.get(config.model_type)
-    try:
-        if table is not None:
-            for name, value in vars(config).items():
-                table.fields.check_range(name, value)
+    collector = ErrorCollector()
+    for name, value in vars(config).items() if table is not None else ():
+        with collector:
+            table.fields.check_range(name, value)
+    with collector:
         check_rope_values(getattr(config.get_text_config(), "rope_parameters", None) or {})
-    except ConfigError as error:
-        name = error.key.removeprefix(f"{MODEL_KEY}.")
-        raise ConfigError(
-            f"{path}: {name}", error.problem, "give another model, or mend the file"
-        ) from None
+    remedy = "give another model, or mend the file"
+    collector.errors = [
+        ConfigError(f"{path}: {error.key.removeprefix(f'{MODEL_KEY}.')}", error.problem, remedy)
+        for error in collector.errors
+    ]
+    collector.raise_all()
 
 
 def check_unchanged(directory: Path, config: PretrainedConfig, saved: dict[str, Any]) -> None:
