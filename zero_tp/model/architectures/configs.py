@@ -239,7 +239,9 @@ def check_numbers(config: PretrainedConfig, path: Path) -> None:
     """
     table = architectures.ARCHITECTURES.get(config.model_type)
     collector = ErrorCollector()
-    for name, value in vars(config).items() if table is not None else ():
+    for name, value in vars(config).items():
+        if table is None:
+            break
         with collector:
             table.fields.check_range(name, value)
     with collector:
