@@ -41,8 +41,12 @@ def workplace(slurm: Rack) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def none_left(slurm: Rack) -> Iterator[None]:
-    """Every test ends without ranks on any node."""
+def none_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test on the nodes ends without ranks on any of them; Ray's needs no node."""
+    if not {"rack", "slurm", "workplace"} & {*request.fixturenames}:
+        yield
+        return
+    slurm: Rack = request.getfixturevalue("slurm")
     yield
     try:
         wait_until(

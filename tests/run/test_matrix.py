@@ -35,7 +35,7 @@ from tests.tiers import THOROUGH
 
 GRIDS = [(tensor, sequence) for tensor in FACTORS["tensor"] for sequence in FACTORS["sequence"]]
 TIERS = [
-    ("every setting", False, lambda grid: () if grid == ("TP 2", "SP") else THOROUGH),
+    ("every setting", False, lambda grid: () if grid == ("TP 4", "no SP") else THOROUGH),
     ("all pairs", False, lambda _: THOROUGH),
     ("the rest", False, lambda _: pytest.mark.heavy),
     ("every setting", True, lambda _: THOROUGH),
