@@ -7,7 +7,27 @@ from __future__ import annotations
 from zero_tp.tools.planning.timing import StepTimeEstimator, Traffic
 
 
-class Megatron2019Synchronous(StepTimeEstimator):
+class Megatron(StepTimeEstimator):
+    """What Megatron-LM's programs share."""
+
+    def update_traffic(self) -> float:
+        """Count Apex's kernels: gradients become fp32, their norm and clipping, Adam, and the
+        rounded weights.
+        """
+        zero = self.zero
+        e = self.workload.itemsize
+        part = self.parameters / (zero.data if zero.stage else 1)
+        update = 2 * (4 + zero.moments) + 4 + (4 + e if e < 4 else 0)
+        conversion = zero.grad_accum_itemsize + 4 if zero.grad_accum_itemsize < 4 else 0
+        clipping = 8 if zero.clips_gradients else 0
+        return part * (update + conversion + clipping) + 4 * self.parameters
+
+    def launches(self) -> float:
+        """Return 0: the papers' kernels take longer than their launches."""
+        return 0.0
+
+
+class Megatron2019Synchronous(Megatron):
     """Megatron-LM in 2019, with gradients reduced after backward."""
 
     def overlapped_products(self) -> float:
@@ -42,7 +62,7 @@ class Megatron2019(Megatron2019Synchronous):
         return True
 
 
-class Megatron2022(StepTimeEstimator):
+class Megatron2022(Megatron):
     """Megatron-LM in 2022. A fused kernel scales, masks and takes the softmax; gradients are
     reduced after backward.
     """

@@ -53,7 +53,8 @@ def _fields(
 # `matrix_share`: Bekman, "Machine Learning Engineering", table of maximum achievable matmul FLOPS,
 # 2024 to 2026. V100: a product of 8192³ (forums.developer.nvidia.com/t/79781). A100-PCIE-40GB and
 # H20: the best of five square products (github.com/zzc0721/torch-performance-test-data, issues 108
-# and 77). `channels`: NCCL's own log ("24 coll channels"), one multiprocessor each
+# and 77). H200: a large bf16 product (714 TFLOP/s) and a copy (4.27 TB/s), measured in November
+# 2026. `channels`: NCCL's own log ("24 coll channels"), one multiprocessor each
 # (github.com/NVIDIA/nccl/issues/1656).
 DEVICES = (
     DeviceSpec(r"\bV100S-PCIE\b", None, 130, None, 16.4, "NVIDIA V100 datasheet, 2020"),
@@ -189,7 +190,7 @@ DEVICES = (
         67,
         "NVIDIA H200 datasheet, 2024 (SXM)",
         {"h200-141gb": 139.8},
-        _fields(4800, 450, 50, 50, units=132, channels=24, matrix_share=0.803),
+        _fields(4800, 450, 50, 50, units=132, channels=24, matrix_share=0.722, memory_share=0.89),
     ),
     DeviceSpec(
         r"\bB200\b",

@@ -56,9 +56,10 @@ class Estimate:
     def time(self) -> StepTime:
         """Return the seconds of one step."""
         # A rank's parameters and not Ψ/t: replicated ones are on every rank.
-        parameters = self.model.parameters.total
+        parameters = self.model.parameters
+        tensors = sum(map(len, parameters.groups))
         return StepTimeEstimator(
-            self.model.spec, self.workload, self.device, self.settings, parameters
+            self.model.spec, self.workload, self.device, self.settings, parameters.total, tensors
         ).estimate()
 
     @property

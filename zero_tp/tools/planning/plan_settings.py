@@ -6,10 +6,13 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from zero_tp.base.settings.deepspeed import ActivationCheckpointing, OffloadOptimizer
 from zero_tp.base.settings.optimizer import SGD, Optimizer, TorchAdam
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.engine.zero import facts
+from zero_tp.parallel.elementwise import is_compiled
 from zero_tp.run.config import RunConfig
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -37,6 +40,7 @@ class Workload:
         documents: attention stays inside a document (`data.document_attention` "reset").
         label_fraction: share of the tokens that have labels.
         varlen: the accelerators support `varlen_attn`, so documents and windows need no mask.
+        compiled: training's elementwise work runs in compiled kernels.
     """
 
     length: int
@@ -50,6 +54,7 @@ class Workload:
     documents: bool = False
     label_fraction: float = 1.0
     varlen: bool = True
+    compiled: bool = False
 
     @property
     def labels(self) -> int:
@@ -139,6 +144,7 @@ def workload_of(config: RunConfig, *, cpu: bool, varlen: bool = True) -> Workloa
         documents=block.data.document_attention == "reset" and block.masked is None,
         label_fraction=config.label_fraction,
         varlen=varlen,
+        compiled=is_compiled(block.compile, torch.device("cpu" if cpu else "cuda")),
     )
 
 

@@ -24,6 +24,19 @@ FLASH_SHARE = 0.6
 """Share of the matrix peak that fused attention reaches: 50 to 73 % on an A100 (arXiv
 2307.08691, abstract).
 """
+LAUNCH_SECONDS = 5e-6
+"""What a kernel costs beside the bytes it moves: its start, and a run of 2 µs at least. Measured on
+one H200: 1,916 kernels that move little took 12 ms.
+"""
+LAYER_LAUNCHES = 40
+EAGER_LAYER_LAUNCHES = 100
+LOSS_LAUNCHES = 310
+"""Kernels of a layer's forward and backward, compiled and not, and of the loss's blocks, counted in
+a Llama (benchmarks/step_launches.py and a profile).
+"""
+UPDATE_LAUNCHES = 21
+CHUNK_ELEMENTS = 2**24
+"""Kernels of a parameter in DeepSpeed's step, counted; each chunk of the norm has three more."""
 HOST_MEMORY_GBPS = 200.0
 """Bandwidth of a node's host memory, which an offloaded optimizer reads and writes."""
 
@@ -78,6 +91,7 @@ class StepTime:
             the others.
         optimizer: the update.
         host: copies to and from host memory.
+        launches: what starting kernels adds.
         layer: of one layer and micro-batch.
     """
 
@@ -88,6 +102,7 @@ class StepTime:
     dp_communication: float
     optimizer: float
     host: float
+    launches: float
     layer: LayerTime
 
     @property
@@ -103,6 +118,7 @@ class StepTime:
             "DP communication": self.dp_communication,
             "optimizer": self.optimizer,
             "host copies": self.host,
+            "launches": self.launches,
         }
 
     def as_json(self) -> dict[str, float]:
@@ -118,6 +134,7 @@ class StepTimeEstimator:
 
     Attributes:
         parameters: elements on one rank before ZeRO partitions them (Ψ/t).
+        tensors: their number.
     """
 
     spec: TransformerSpec
@@ -125,6 +142,7 @@ class StepTimeEstimator:
     device: Device
     zero: ZeroSettings
     parameters: float
+    tensors: int = 0
 
     @cached_property
     def rates(self) -> Rates:
@@ -356,6 +374,7 @@ class StepTimeEstimator:
             ),
             optimizer=optimizer,
             host=host,
+            launches=0.0 if self.device.is_cpu else LAUNCH_SECONDS * self.launches(),
             layer=layer,
         )
 
@@ -452,29 +471,50 @@ class StepTimeEstimator:
         overlapped = min(communicating, computing)
         return communicating - overlapped + self.rates.slowdown(overlapped)
 
-    def _optimizer(self) -> tuple[float, float]:
-        """Return the seconds of the update and of copies between host and device.
-
-        The update reads and writes masters and moments, and reads gradients. It copies 16-bit
-        weights from the masters, converts gradients to fp32, takes their norm and clips them.
-        """
+    def update_traffic(self) -> float:
+        """Return the bytes that the norm and the update of this rank's parameters move."""
         zero = self.zero
         e = self.workload.itemsize
-        memory = self.rates.memory
+        g = zero.grad_accum_itemsize
         part = self.parameters / (zero.data if zero.stage else 1)
-        # AdamW in bf16: 24 bytes to read and write master and moments, 4 to read the gradient, 4 +
-        # 2 to round the master into the weight.
-        update = 2 * (4 + zero.moments) + 4 + (4 + e if e < 4 else 0)
-        conversion = zero.grad_accum_itemsize + 4 if zero.grad_accum_itemsize < 4 else 0
-        clipping = 8 if zero.clips_gradients else 0
-        norm = 4 * self.parameters
-        traffic = part * (update + conversion + clipping) + norm
+        # Reads and writes masters and moments, and writes the rounded weights.
+        states = 2 * (4 + zero.moments) + e
+        if zero.runs_fused_update:
+            return part * (g + g + states)
+        # Chunks are copied to fp64, squared in place and summed.
+        norm = g + 8 + 16 + 8
+        # Their largest and smallest number; a flat copy of a partition.
+        scan, flat = (2 * g, 2 * g) if zero.stage else (0, 0)
+        converted = g + 4 if g < 4 else 0
+        clipped = 8 if zero.clips_gradients else 0
+        # The optimizer reads fp32 gradients. The masters are read again to be rounded.
+        return part * (norm + scan + flat + converted + clipped + 4 + states + 4)
+
+    def launches(self) -> float:
+        """Return the number of kernels of a step that an accelerator starts."""
+        zero = self.zero
+        layers = self.spec.layers
+        recomputed = self.workload.policy.mean_recomputed_layers(layers, zero.accumulation)
+        of_layer = LAYER_LAUNCHES if self.workload.compiled else EAGER_LAYER_LAUNCHES
+        # A third of a layer's kernels are its forward's.
+        passes = zero.accumulation * ((layers + recomputed / 3) * of_layer + LOSS_LAUNCHES)
+        if zero.runs_fused_update:
+            return passes + self.tensors * (1 if self.workload.compiled else 4)
+        chunks = 3 * self.parameters / CHUNK_ELEMENTS
+        return passes + self.tensors * UPDATE_LAUNCHES + chunks
+
+    def _optimizer(self) -> tuple[float, float]:
+        """Return the seconds of the update and of copies between host and device."""
+        zero = self.zero
+        e = self.workload.itemsize
+        part = self.parameters / (zero.data if zero.stage else 1)
+        traffic = self.update_traffic()
         host_link = self.device.host_gbps * 1e9 * self.device.link_share
         copies = 0.0  # copies of activation checkpoints overlap with the layers
         if zero.offload_param:
             copies += 3 * zero.accumulation * e * part / host_link
         if not zero.offload_optimizer:
-            return traffic / memory, copies
+            return traffic / self.rates.memory, copies
         # Down: the gradients of this rank's part, each micro-batch. Up: the updated weights, once.
         copies += (zero.accumulation * e * part + e * part) / host_link
         # All ranks of a node update at the same time and share its memory's bandwidth.
