@@ -123,10 +123,10 @@ class TrainingEngine:
         # follows from the seeds and files alone.
         guards.check_replicas(self.model, topology)
         self.deepspeed_engine = self.zero.deepspeed_engine
-        self._loss = torch.tensor(float("nan"))
         self._norm: Tensor | float = float("nan")
         self.skipped = False
-        self._figures = torch.full((len(self.model.metric_names),), float("nan"))
+        # The loss and the model's other figures, means over DP.
+        self._figures = torch.full((1 + len(self.model.metric_names),), float("nan"))
         # Replaces the stage's own veto, which has no bounds. What the stage has wrapped reads
         # `self.veto` at each step.
         self.zero.veto = StepVeto(topology, spike)
@@ -158,8 +158,11 @@ class TrainingEngine:
 
     @property
     def loss(self) -> float:
-        """Return the loss of the last step, equal on all ranks. The host waits for the device."""
-        return float(self._loss)
+        """Return the loss of the last step, equal on all ranks.
+
+        The host waits for the device, unless the step has read it with the norm (`FusedUpdate`).
+        """
+        return float(self._figures[0])
 
     @property
     def gradient_norm(self) -> float:
@@ -178,9 +181,9 @@ class TrainingEngine:
     @property
     def figures(self) -> dict[str, float]:
         """Return the last step's other losses and accuracies, equal on all ranks. The host waits
-        for the device.
+        as for `loss`.
         """
-        return dict(zip(self.model.metric_names, self._figures.tolist(), strict=True))
+        return dict(zip(self.model.metric_names, self._figures[1:].tolist(), strict=True))
 
     @property
     def learning_rate(self) -> float:
@@ -295,8 +298,7 @@ class TrainingEngine:
         names = self.model.metric_names
         # On the device and in fp64: a step of many micro-batches does not round its loss, and the
         # host does not wait for it.
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        figures = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        figures = torch.zeros(1 + len(names), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
             self.activations.begin_micro_batch(index)
             guarding = guarded is not None and index == 0
@@ -308,16 +310,13 @@ class TrainingEngine:
                 # Through DeepSpeed's engine: ZeRO-3 gathers parameters in hooks of its forward.
                 output = self._forward(self.deepspeed_engine, batch, **divisors)
             self._backward(output.loss)
-            total += output.loss.detach()
-            for number, name in enumerate(names):
+            for number, name in enumerate(("loss", *names)):
                 figures[number] += getattr(output, name).detach()
             if index < len(batches) - 1:
                 # Only counts the micro-batch: backward has added the gradients.
                 self.zero.step()
         self._enter("update")
-        self._loss = self._mean(total, len(batches))
-        if names:
-            self._figures = self._mean(figures, len(batches))
+        self._figures = self._mean(figures, len(batches))
 
     def _forward(self, model: Any, batch: AnyBatch, **options: Any) -> Any:
         return model(batch.input_ids, **batch.arguments(), **options)
@@ -330,8 +329,10 @@ class TrainingEngine:
         """Compute the norm, veto a spike, clip, and update the weights; `ZeroEngine.step` says
         who does what.
         """
-        self.zero.step(self._loss)
+        self.zero.step(self._figures)
         self._norm, self.skipped = self.zero.norm_and_skipped()
+        if self.zero.veto.read_figures is not None:
+            self._figures = torch.tensor(self.zero.veto.read_figures, dtype=torch.float64)
 
     def _mean(self, total: Tensor, micro_batches: int) -> Tensor:
         """Return the mean over micro-batches and replicas. All-reduce over DP."""

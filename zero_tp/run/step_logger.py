@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
 from zero_tp.base.errors import write_stderr
@@ -147,10 +148,11 @@ class StepLogger(Callback):
             block.evaluation.interval,
             block.checkpoint.interval,
         )
-        # Reading the loss synchronises with the device. Steps that log, evaluate or save read it
-        # before the clock stops: then the device's work counts as the step's.
-        reads_loss = logged or state.is_last_step or any(map(state.is_due, intervals))
-        loss = engine.loss if reads_loss else math.nan
+        # Of a run of steps the last one's wait counts the work of all. Where something else
+        # follows, the device's work still counts as the step's.
+        if state.is_last_step or any(map(state.is_due, intervals)):
+            get_accelerator().synchronize()
+        loss = engine.loss if logged else math.nan
         self._timer.stop()
         self.bar.update()
         if logged:

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from zero_tp.engine.engine import TrainingEngine
 
 def norm_of_equal_batches(stage: int, is_wide: bool, count: int) -> float:
     """The norm of the mean gradient of `count` equal micro-batches."""
-    changes = {"data_types": {"grad_accum_dtype": "fp32"}} if is_wide else {}
+    changes: dict[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}} if is_wide else {}
     settings = deepspeed_settings(stage, micro_batch=1, accumulation=count, dtype="bf16", **changes)
     engine = TrainingEngine.from_dict(gpt2_config(), grid(1, False), settings, seed=1)
     tokens = torch.arange(9)[None]

@@ -144,8 +144,15 @@ class FusedUpdate:
         optimizer.timers(OPTIMIZER_GRADIENTS_TIMER).start()
         gradients = [self._take_gradients(group) for group in range(len(optimizer.bit16_groups))]
         norm = self._norm(gradients)
-        is_spike = self._veto().finds_spike(norm / optimizer.loss_scale)
-        scaled_norm = norm.item()
+        veto = self._veto()
+        is_spike = veto.finds_spike(norm / optimizer.loss_scale)
+        if veto.figures is None:
+            scaled_norm = norm.item()
+        else:
+            # One wait reads what a log line has, too.
+            scaled_norm, *veto.read_figures = torch.cat(
+                [norm.to(veto.figures)[None], veto.figures]
+            ).tolist()
         optimizer.timers(OPTIMIZER_GRADIENTS_TIMER).stop()
         # All ranks read the same norm. One that is not finite comes from such a gradient on some
         # rank, or from squares whose sum exceeds fp32, which DeepSpeed skips, too.

@@ -23,6 +23,8 @@ class StepVeto:
         recent: [loss, norm] of the last steps, for the next judgement; checkpoints save it.
         spike: why the last step was skipped as a spike; else empty.
         norm: the gradient norm of a spike; else None.
+        figures: the step's, on the device; the first is the loss. None: not the last micro-batch.
+        read_figures: the same numbers, if the step has read them with its norm.
     """
 
     def __init__(self, topology: Topology, bounds: Spike | None = None):
@@ -31,18 +33,20 @@ class StepVeto:
         self.norm: Tensor | None = None
         self._topology = topology
         self._bounds = bounds
-        self._loss: Tensor | None = None
+        self.figures: Tensor | None = None
+        self.read_figures: list[float] | None = None
 
-    def begin(self, loss: Tensor | None) -> None:
-        """Begin a step with this loss; None: a micro-batch that is not the step's last."""
-        self._loss = loss
+    def begin(self, figures: Tensor | None) -> None:
+        """Begin a step with these figures; None: a micro-batch that is not the step's last."""
+        self.figures = figures
+        self.read_figures = None
         self.spike = ""
         self.norm = None
 
     @property
     def is_active(self) -> bool:
         """Return whether a norm of this step would be judged."""
-        return self._bounds is not None and self._loss is not None
+        return self._bounds is not None and self.figures is not None
 
     def finds_spike(self, norm: Tensor) -> bool:
         """Return whether the step is a spike. Every rank calls it.
@@ -54,9 +58,9 @@ class StepVeto:
         Args:
             norm: the gradient norm before clipping [0-d].
         """
-        if self._bounds is None or self._loss is None:
+        if self._bounds is None or self.figures is None:
             return False
-        numbers = torch.stack([self._loss, norm.to(self._loss)])
+        numbers = torch.stack([self.figures[0], norm.to(self.figures)])
         # One rank judges for all: numbers that two ranks round differently could skip the step on
         # one of them, and the replicas would drift apart.
         if self._topology.world > 1:

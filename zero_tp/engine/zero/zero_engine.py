@@ -131,7 +131,7 @@ class ZeroEngine(ABC):
         """Run a micro-batch's backward, in fp16 of the scaled loss, with DeepSpeed's options."""
         self.deepspeed_engine.backward(loss, **options)
 
-    def step(self, loss: Tensor | None = None) -> None:
+    def step(self, figures: Tensor | None = None) -> None:
         """End a micro-batch's backward; after the last of a step: norm, veto, clip and update.
 
         At stages 1 to 3 DeepSpeed's step does all of them, and asks the veto for spikes in what
@@ -140,9 +140,10 @@ class ZeroEngine(ABC):
         skips one with gradients that are not finite, but keeps fp16's loss scale.
 
         Args:
-            loss: of the whole step, for its last micro-batch; without it no spike is found.
+            figures: of the whole step, for its last micro-batch: [loss, …]. Without them no spike
+                is found.
         """
-        self.veto.begin(loss)
+        self.veto.begin(figures)
         # Asked before the step, which counts the micro-batch.
         last = self.deepspeed_engine.is_gradient_accumulation_boundary()
         self._step()
