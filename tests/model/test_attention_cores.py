@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, LlamaConfig
 
 from tests.support.packed import packed_kernels
-from tests.tiers import examples
-from zero_tp.base.settings.deepspeed import ActivationCheckpointing
-from zero_tp.base.settings.recompute import RecomputePolicy
-from zero_tp.model import cpu_flash
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.attention import CORES, SDPACore
 from zero_tp.model.context import AttentionMask, PackedSequences, VarlenMask
 from zero_tp.model.huggingface import ZeroTPForCausalLM
-from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.parallel.topology import Topology
 
@@ -78,62 +70,6 @@ def test_output_and_gradients(
     assert distance(output.detach(), expected.detach()) < allowed
     assert given.grad is not None and exact.grad is not None
     assert distance(given.grad, exact.grad) < allowed
-
-
-@examples(4, 25)
-@given(
-    length=st.integers(2 * cpu_flash.BLOCK, 6 * cpu_flash.BLOCK),
-    kv_heads=st.sampled_from([1, 2, 4]),
-    size=st.sampled_from([24, 64, 80]),
-    causal=st.booleans(),
-    spread=st.sampled_from([0.3, 1.0, 3.0]),
-    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
-    together=st.integers(1, 4),
-)
-def test_attention_by_products_is_that_of_torch(
-    length: int,
-    kv_heads: int,
-    size: int,
-    causal: bool,
-    spread: float,
-    dtype: torch.dtype,
-    together: int,
-) -> None:
-    """Against fp64: about as near to it as torch's own kernel, neither too long nor too short."""
-    config = LlamaConfig(
-        hidden_size=4 * size, head_dim=size, num_attention_heads=4, num_key_value_heads=kv_heads
-    )
-    spec = replace(architecture_of(config).spec(config), causal=causal)
-    core = SDPACore(spec, RandomStreams(Topology(world=1), 0))
-    drawn = [torch.randn(length, 2, heads, size).bfloat16() for heads in (4, kv_heads, kv_heads)]
-    drawn[0] *= spread
-    upstream = torch.randn(2, 4, length, size).bfloat16()
-
-    def computed(dtype: torch.dtype, here: bool) -> tuple[Tensor, list[Tensor]]:
-        given = [each.to(dtype, copy=True).requires_grad_() for each in drawn]
-        with (
-            patch.object(cpu_flash, "is_faster", lambda *_: here),
-            patch.object(cpu_flash, "BLOCK_ELEMENTS", together * cpu_flash.BLOCK * length),
-        ):
-            output = core(*(each.permute(1, 2, 0, 3) for each in given), None)
-            output.backward(upstream.to(dtype))
-        assert output.grad_fn is not None and ("_Flash" in output.grad_fn.name()) == here
-        return output.detach(), [each.grad for each in given if each.grad is not None]
-
-    exact, theirs, ours = (
-        [output, *gradients]
-        for output, gradients in (
-            computed(torch.float64, here=False),
-            computed(dtype, here=False),
-            computed(dtype, here=True),
-        )
-    )
-    for one, other, right in zip(ours, theirs, exact, strict=True):
-        assert distance(one, right) < 2 * distance(other, right)
-        assert (
-            abs(float((one.double() - right).flatten() @ right.flatten()))
-            < 2**-10 * float(right.norm()) ** 2
-        )
 
 
 @settings(max_examples=25)
@@ -196,80 +132,6 @@ def test_a_window_alone_is_a_piece_for_each_row() -> None:
         mask = SDPACore.build_mask(AttentionMask(6, 6, window=3), spec, like)
     assert isinstance(mask, VarlenMask) and mask.window == 2
     assert mask.packed.cu_seqlens.tolist() == [0, 6, 12] and mask.packed.max_seqlen == 6
-
-
-def test_attention_by_products_keeps_what_torch_keeps() -> None:
-    query, key, value = (
-        torch.randn(2 * cpu_flash.BLOCK, 2, heads, 16).permute(1, 2, 0, 3).requires_grad_()
-        for heads in (4, 2, 2)
-    )
-
-    def kept(attention: Callable[[], Tensor]) -> list[int]:
-        found: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            attention()
-        return sorted(found.values())
-
-    theirs = kept(
-        lambda: scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    )
-    assert kept(lambda: cpu_flash.flash_attention(query, key, value, True)) == theirs
-
-
-def test_a_model_learns_the_same_from_attention_by_products(seed: int) -> None:
-    """Every gradient of a bf16 Llama: bit for bit under each recomputation, as near to fp32's as
-    with torch's own.
-    """
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        max_position_embeddings=2 * cpu_flash.BLOCK + 16,
-    )
-    tokens = torch.randint(64, (2, 2 * cpu_flash.BLOCK + 16))
-    weights = ZeroTPForCausalLM(
-        config, Topology(world=1), seed=seed, dtype=torch.bfloat16
-    ).state_dict()
-
-    def gradients(
-        mode: str, *, here: bool, dtype: torch.dtype = torch.bfloat16
-    ) -> dict[str, Tensor]:
-        model = ZeroTPForCausalLM(config, Topology(world=1), dtype=dtype).train()
-        model.load_state_dict(weights)
-        ActivationMemory(
-            model,
-            RecomputePolicy.model_validate({"mode": mode}),
-            ActivationCheckpointing(),
-            torch.device("cpu"),
-        )
-        with (
-            patch.object(cpu_flash, "is_faster", lambda *_: here),
-            patch.object(cpu_flash, "_gradients", wraps=cpu_flash._gradients) as used,
-        ):
-            model(input_ids=tokens, labels=tokens).loss.backward()
-        assert used.called == here
-        return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-
-    exact = gradients("none", here=False, dtype=torch.float32)
-    theirs, ours = gradients("none", here=False), gradients("none", here=True)
-    assert ours.keys() == theirs.keys() == exact.keys()
-    for name, one in ours.items():
-        assert (
-            distance(one, exact[name].double())
-            < 1.5 * distance(theirs[name], exact[name].double()) + 2**-9
-        ), name
-    for mode in ("selective", "full"):
-        for name, one in gradients(mode, here=True).items():
-            assert torch.equal(one, ours[name]), (mode, name)
 
 
 class Copies(TorchDispatchMode):

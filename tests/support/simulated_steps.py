@@ -198,7 +198,7 @@ class StubDeepSpeedEngine:
         self.micro_steps += 1
 
     def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
-        return gradient_norm(self.model.parameters(), self.model.topology).float()
+        return gradient_norm(list(self.model.parameters()), self.model.topology).float()
 
     def get_global_grad_norm(self) -> Tensor | None:
         return self.norm

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zero_tp.model import cpu_flash
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.context import AttentionMask, ForwardContext, PackedSequences, VarlenMask
 from zero_tp.model.norm import NORMS, SplitRMSNorm
@@ -98,7 +97,7 @@ class SDPACore(AttentionCore):
     """Call torch's `scaled_dot_product_attention` or, for documents and windows, `varlen_attn`.
 
     Masks are additive, because SDPA would convert a boolean mask in every layer and keep each copy
-    for backward. On CPUs, calls without a mask use model/cpu_flash.py.
+    for backward.
     """
 
     @classmethod
@@ -128,13 +127,6 @@ class SDPACore(AttentionCore):
         if mask is not None and query.device.type != "cpu":
             # With a mask, CUDA's fused kernels do not support grouped queries.
             key, value = repeat_kv_heads(key, value, query.shape[1])
-        lengths = query.shape[2], key.shape[2]
-        if (
-            mask is None
-            and not dropout_p
-            and cpu_flash.is_faster(query.dtype, query.device, *lengths)
-        ):
-            return cpu_flash.flash_attention(query, key, value, causal)
         grouped = key.shape[1] != query.shape[1]
         # Streams are swapped into torch's generator only for a call that draws from it.
         with (

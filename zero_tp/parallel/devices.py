@@ -217,12 +217,3 @@ def runs_varlen(device: torch.device) -> bool:
         and not torch.version.hip
         and torch.cuda.get_device_capability(device) >= (8, 0)
     )
-
-
-@functools.cache
-def multiplies_bf16() -> bool:
-    """Return whether this machine's CPU has instructions for products of bf16 numbers."""
-    import torch
-
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

@@ -84,21 +84,31 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
     return total
 
 
+def is_counted(parameter: nn.Parameter, topology: Topology) -> bool:
+    """Return whether this TP rank counts a parameter's gradient in a norm over TP."""
+    return isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0
+
+
 @torch.no_grad()
-def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+def squared_norms(tensors: Sequence[Tensor], *, exact: bool = False) -> Tensor:
     """Return the sum of the squares of each tensor, fp64 [n].
 
-    On an accelerator one pass in fp32 reads them (7e-10 from fp64 on an H200); a square above
-    fp32's range makes it infinite. A CPU's would be wrong by 7e-5.
+    On an accelerator one pass in fp32 reads them (7e-10 from fp64 on an H200). A CPU's would be
+    wrong by 7e-5.
+
+    Args:
+        exact: in fp64 there, too. In fp32 a square above its range makes the norm infinite.
     """
-    if tensors[0].device.type == "cpu":
+    if exact or tensors[0].device.type == "cpu":
         return torch.stack([sum_of_squares(tensor) for tensor in tensors])
     norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
     return torch.stack(norms).double().square()
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[nn.Parameter], topology: Topology) -> Tensor:
+def gradient_norm(
+    parameters: Sequence[nn.Parameter], topology: Topology, *, exact: bool = False
+) -> Tensor:
     """Return the 2-norm of all gradients of the model, fp64 scalar, equal on all TP ranks.
 
     Shards count on every rank, replicated parameters once. All-reduce of one number over TP. For a
@@ -106,16 +116,22 @@ def gradient_norm(parameters: Iterable[nn.Parameter], topology: Topology) -> Ten
 
         rank 0    |norm|² + |shard 0|²
         rank 1              |shard 1|²
+
+    Args:
+        exact: as in `squared_norms`.
     """
-    parameters = list(parameters)
-    total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
-    for parameter in parameters:
-        # A replicated gradient is the same on all ranks (the hooks have summed partial ones):
-        # counted on each rank, its part of the norm would be √t times too large.
-        if parameter.grad is not None and (
-            isinstance(layout_of(parameter), Sharded) or topology.tensor_rank == 0
-        ):
-            total += sum_of_squares(parameter.grad)
+    total = torch.zeros((), dtype=torch.float64, device=next(iter(parameters)).device)
+    # A replicated gradient is the same on all ranks (the hooks have summed partial ones): counted
+    # on each rank, its part of the norm would be √t times too large. Counted 0 times, one that is
+    # not finite on this rank alone still makes the norm nan.
+    for weight in (1.0, 0.0):
+        gradients = [
+            parameter.grad
+            for parameter in parameters
+            if parameter.grad is not None and is_counted(parameter, topology) == bool(weight)
+        ]
+        if gradients:
+            total += weight * squared_norms(gradients, exact=exact).sum()
     return all_reduce(total, topology.tensor_group).sqrt()
 
 

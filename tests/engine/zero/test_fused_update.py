@@ -150,6 +150,30 @@ def test_every_step_is_that_of_deepspeed(
                     )
 
 
+def skips_without_zero(kind: str, name: str, rank: int) -> tuple[bool, bool]:
+    """Whether a step was skipped, and whether the weights stayed."""
+    topology = grid(2, True)
+    engine = build(topology, 0)
+    before = {name: weight.detach().clone() for name, weight in engine.model.named_parameters()}
+
+    def damage(gradient: Tensor) -> Tensor:
+        return torch.full_like(gradient, FAULTS[kind]) if topology.rank == rank else gradient
+
+    engine.model.get_parameter(name).register_hook(damage)
+    step = _step(engine, 0)
+    return step.is_skipped, all(torch.equal(step.tensors[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("name", PARAMETERS[:2])
+def test_a_gradient_that_is_wrong_on_one_rank_alone_skips_the_step_of_all(
+    ranks: Pools, name: str
+) -> None:
+    """At ZeRO-0, too; of a replicated parameter only the first TP rank counts in the norm."""
+    for rank in (0, 1):
+        for kind in ("nan", "infinite"):
+            assert ranks(2).run(skips_without_zero, kind, name, rank) == [(True, True)] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_compiled_update_is_torchs_fused_adamw(dtype: torch.dtype, seed: int) -> None:
     """On sizes that are compiled once; the rate, the factor and the count change each step."""

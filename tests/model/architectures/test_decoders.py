@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,7 +30,6 @@ from tests.support.families import ENCODERS, FAMILIES, model_sizes
 from tests.support.native import Native, check_gradients, parallel_model
 from tests.support.pools import Pools
 from tests.tiers import examples, in_tiers
-from zero_tp.model import cpu_flash
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.agreement import broadcast_rng_state
@@ -71,13 +69,8 @@ def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str
     hook sums.
 
     Args:
-        attention: that of the config, or "products": SDPA, of matrix products in blocks of four
-            queries.
+        attention: that of the config.
     """
-    if attention == "products":
-        spied = patch.object(cpu_flash, "_gradients", wraps=cpu_flash._gradients)
-        with patch.object(cpu_flash, "BLOCK", 4), spied as used:
-            return same_as_native(world, fields, seed, "sdpa") | {"products": used.call_count}
     reference = decoder(fields, seed, attention)
     tokens = tokens_for(fields)
     expected = reference(input_ids=tokens, labels=tokens)
@@ -112,7 +105,7 @@ def test_logits_loss_and_every_gradient(
     ranks: Pools, world: int, model_type: str, data: st.DataObject
 ) -> None:
     fields = data.draw(decoder_fields(model_type))
-    attention = data.draw(st.sampled_from(["sdpa", "eager", "products"]), label="attention")
+    attention = data.draw(st.sampled_from(["sdpa", "eager"]), label="attention")
     counts = ranks(world).run(
         same_as_native, world, fields, data.draw(st.integers(0, 2**31), label="seed"), attention
     )
@@ -130,16 +123,14 @@ def test_logits_loss_and_every_gradient(
 
 
 @EACH_WORLD
-@pytest.mark.parametrize("attention", ["sdpa", "products"])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ENCODERS])
-def test_each_family(ranks: Pools, seed: int, world: int, family: str, attention: str) -> None:
+def test_each_family(ranks: Pools, seed: int, world: int, family: str) -> None:
     """The same for what has to come up: grouped, replicated and unevenly used KV heads, windows,
     a padding token.
     """
     fields = model_sizes(seed, family)
-    counts = ranks(world).run(same_as_native, world, fields, seed, attention)
+    counts = ranks(world).run(same_as_native, world, fields, seed, "sdpa")
     assert counts == counts[:1] * world
-    assert counts[0].get("products", 1) > 0
     # Of 3 layers: keys, values and their biases, and the norms of queries and keys.
     assert counts[0]["hooks, SP False"] == (
         3 * (4 + 2) if family == "fewer KV heads than TP" else 0

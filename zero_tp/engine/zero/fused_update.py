@@ -22,13 +22,12 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     OPTIMIZER_TIMERS,
     DeepSpeedZeroOptimizer,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_tp.engine.zero.veto import StepVeto
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import ElementwiseOps
-from zero_tp.parallel.gradients import squared_norms
-from zero_tp.parallel.layout import Sharded, layout_of
+from zero_tp.parallel.gradients import is_counted, squared_norms
 from zero_tp.parallel.topology import Topology
 
 SMALL = 2**16
@@ -69,27 +68,25 @@ def update_blocks(sizes: Sequence[int], counted: Sequence[bool | None]) -> list[
     """
     blocks: list[UpdateBlock] = []
     offset = 0
-    for place, (size, is_counted) in enumerate(zip(sizes, counted, strict=True)):
+    for place, (size, counts) in enumerate(zip(sizes, counted, strict=True)):
         begin, offset = offset, offset + size
-        if is_counted is None:
+        if counts is None:
             continue
         last = blocks[-1] if blocks else None
         if (
             last is not None
             and last.is_shared
             and size < SMALL
-            and last.is_counted == is_counted
+            and last.is_counted == counts
             and last.gradients.stop == place
             and offset - last.elements.start <= SHARED
         ):
             blocks.pop()
             gradients = slice(last.gradients.start, place + 1)
-            blocks.append(
-                UpdateBlock(gradients, slice(last.elements.start, offset), is_counted, True)
-            )
+            blocks.append(UpdateBlock(gradients, slice(last.elements.start, offset), counts, True))
         else:
             elements = slice(begin, offset)
-            blocks.append(UpdateBlock(slice(place, place + 1), elements, is_counted, size < SMALL))
+            blocks.append(UpdateBlock(slice(place, place + 1), elements, counts, size < SMALL))
     return blocks
 
 
@@ -208,14 +205,11 @@ class FusedUpdate:
             None if getattr(gradient, "_zero_padding", False) else next(parameters, None)
             for gradient in gradients
         ]
-        counted = [None if owner is None else self._is_counted(owner) for owner in owners]
+        counted = [None if owner is None else is_counted(owner, self._topology) for owner in owners]
         blocks = update_blocks([gradient.numel() for gradient in gradients], counted)
         weights = [float(block.is_counted) for block in blocks]
         device = gradients[0].device
         return blocks, torch.tensor(weights, dtype=torch.float64, device=device)
-
-    def _is_counted(self, parameter: nn.Parameter) -> bool:
-        return isinstance(layout_of(parameter), Sharded) or self._topology.tensor_rank == 0
 
     def _norm(self, gradients: Sequence[Sequence[Tensor]]) -> Tensor:
         """Return the norm of all ranks' gradients, fp32 [0-d]; not finite if one of them is not.

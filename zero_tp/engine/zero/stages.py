@@ -120,8 +120,12 @@ class UnpartitionedStates(ZeroEngine):
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         # Gradients still carry fp16's loss scale; DeepSpeed's step divides by it.
         norm = gradient_norm(parameters, self.topology) / scale
-        is_spike = self.veto.finds_spike(norm)
         self._last_norm = norm.item()
+        if not math.isfinite(self._last_norm):
+            # All ranks have read the same. Gradients of 1e25 are finite, but not their squares.
+            norm = gradient_norm(parameters, self.topology, exact=True) / scale
+            self._last_norm = norm.item()
+        is_spike = self.veto.finds_spike(norm)
         # The norm is the same number on all ranks, so all of them apply the step or none does.
         is_applied = not is_spike and math.isfinite(self._last_norm)
         limit = self.settings.gradient_clipping
