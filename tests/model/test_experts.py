@@ -26,7 +26,7 @@ from tests.support.experts import LENGTH, OWN, ROUTINGS, fields, inputs, referen
 from tests.support.native import Native, check_gradients, parallel_model
 from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.errors import ConfigError
 from zero_tp.base.settings.schema import Logging, ZeroTP
 from zero_tp.model.architectures import ARCHITECTURES
@@ -298,6 +298,7 @@ def run_file(path: Path, model_type: str, tensor: int, stage: int) -> Path:
     return path
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     ("model_type", "tensor", "stage"),
     in_tiers(

@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.support.compare import grid
 from tests.support.store_runs import LAYERS, LENGTH, run_simulated
 from tests.support.streams import BATCH, VOCABULARY, config_of
+from tests.tiers import THOROUGH
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.mlp import GatedActivation
 from zero_tp.model.norm import _RMSNorm
@@ -80,6 +81,7 @@ def test_sum_of_squares_is_in_fp64(elements: int, dtype: torch.dtype) -> None:
     assert sum_of_squares(tensor).isinf()
 
 
+@THOROUGH
 def test_an_accelerators_slices_of_the_loss_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the simulated accelerator losses and gradients do not depend on `SLICE_ELEMENTS`."""
     model = ZeroTPForCausalLM(

@@ -306,7 +306,8 @@ GATHER = "deepspeed/runtime/zero/partition_parameters.py:wait"
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("stream", "on side stream"),  # DeepSpeed's streams never wait
+        # DeepSpeed's streams never wait.
+        pytest.param("stream", "on side stream", marks=THOROUGH),
         pytest.param("memory", "may get the freed memory of", marks=THOROUGH),
         pytest.param(GATHER, GATHER, marks=THOROUGH),
         ("zero_tp/parallel/collectives.py:wait", "zero_tp/parallel/linear.py"),

@@ -130,6 +130,7 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     ("model_type", "sequence", "cases", "micro_batches"),
     [

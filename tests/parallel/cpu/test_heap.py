@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.parallel.cpu.heap import can_keep_freed_memory
 
 FAULTS = """
@@ -37,6 +37,7 @@ KEPT: list[tuple[str, str, dict[str, str], bool, bool]] = [
 ]
 
 
+@THOROUGH
 @pytest.mark.parametrize(("word", "where", "variables", "can", "kept"), in_tiers(KEPT, [KEPT[1]]))
 def test_freed_memory_is_kept_unless_the_environment_tunes_malloc(
     word: str, where: str, variables: dict[str, str], can: bool, kept: bool

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from tests.support.checkpoints import drawn, flip_bit, rewritten, write_checkpoint
 from tests.support.native import to_ours, to_theirs
 from tests.support.tiny_models import tiny_gpt2_config
+from tests.tiers import THOROUGH
 from zero_tp import commands
 from zero_tp.base.errors import UserError
 from zero_tp.model.huggingface import ZeroTPForCausalLM
@@ -138,6 +139,7 @@ def anonymous_growth(work: Callable[[], object]) -> int:
     return max(most, resident()) - before
 
 
+@THOROUGH
 def test_memory_is_that_of_one_parameter(tmp_path: Path) -> None:
     """A checkpoint of 77 M parameters, the largest with 1 M: all of them at once would be 310
     MB.

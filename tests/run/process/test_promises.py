@@ -27,7 +27,7 @@ import pytest
 
 from tests.support.launched import ROOT, default_interrupts, environment, free_port, launch, said
 from tests.support.waits import patience, wait_until
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.run.checkpoint.run_directory import OwnerChanged, RunOwner, run_directory
 from zero_tp.run.process.environment import is_alive
 
@@ -149,6 +149,7 @@ WRONG_INPUT_CASES = [
 WRONG_INPUT_FIRST = [("wrong input on one rank", "launch.py")]
 
 
+@THOROUGH
 @pytest.mark.parametrize(("case", "launcher"), in_tiers(WRONG_INPUT_CASES, WRONG_INPUT_FIRST))
 def test_wrong_input_is_one_line_and_status_2(case: str, launcher: str, start: Start) -> None:
     job = start(case, launcher)
@@ -311,6 +312,7 @@ def test_torchrun_restarts_a_job(start: Start) -> None:
 # --- 7. one writer --------------------------------------------------------------------------------
 
 
+@THOROUGH
 @pytest.mark.parametrize("launcher", in_tiers(LAUNCHERS, ["launch.py"]))
 def test_a_second_launch_on_a_machine_is_refused(
     launcher: str, start: Start, tmp_path: Path

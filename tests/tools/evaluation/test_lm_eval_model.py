@@ -97,6 +97,7 @@ def test_lm_evals_tasks_equal_its_own_adapter(
     assert all(results == found[0] for results in found[1:]), "ranks disagree"
 
 
+@THOROUGH
 def test_transformers_own_class_equals_lm_evals_own_adapter(model: Path, tasks: Path) -> None:
     eval_model = native_model(model)
     # Contexts longer than the model's 64 positions are cut on the left, as there.

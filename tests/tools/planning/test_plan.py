@@ -271,6 +271,7 @@ def test_a_tiny_models_figures_are_in_small_units() -> None:
     )
 
 
+@THOROUGH
 def test_the_papers_column_has_the_runs_policy_and_dtype() -> None:
     def papers(*overrides: str) -> dict[str, float]:
         return plan_gpt2("zero_tp.attention=eager", *overrides).paper.bytes()
@@ -301,6 +302,7 @@ def test_the_time_counts_the_micro_batches_that_recompute() -> None:
     )
 
 
+@THOROUGH
 def test_the_elements_sent_over_tp_count_the_layers_that_recompute() -> None:
     def sent(policy: str) -> float:
         batch = (

@@ -63,6 +63,7 @@ def write_metrics(run: Path, lines: Iterable[dict[str, Any]], end: str = "") -> 
     return run
 
 
+@THOROUGH
 def test_a_run_is_read_while_it_is_written(tmp_path: Path) -> None:
     going = make_run(tmp_path / "one", end='{"step": 7, "lo')
     (found,) = read_runs([going])
