@@ -5,7 +5,7 @@
 
 Tensors are fake and the device's properties are pretended. The Triton source is generated and not
 compiled: launches and bytes are proved, speed is not. Tried with torch 2.13.0. Units are U = tokens
-× hidden × 2 bytes, and Uf = tokens × MLP width × 2 bytes.
+× hidden × 2 bytes, and Uf = tokens × MLP width × 2 bytes; of the update an element of a weight.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zero_tp.engine.zero.fused_update import adamw
 from zero_tp.model.mlp import _gated
-from zero_tp.model.norm import _rms_norm, _rows_gradient, _weight_gradient
+from zero_tp.model.norm import _gradients, _rms_norm, _rows_gradient, _weight_gradient
 
 TOKENS = 16_384
 HIDDEN = 2048
@@ -153,15 +154,10 @@ def rms_forward(rows: Tensor, weight: Tensor) -> Any:
     return _rms_norm(rows, weight, EPSILON)
 
 
-def rms_backward(gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor) -> Any:
-    rows_gradient = _rows_gradient(gradient, rows, scale, weight)
-    return rows_gradient, _weight_gradient(gradient, rows, scale)
-
-
 def rms_backward_of_residual(
     gradient: Tensor, residual: Tensor, rows: Tensor, scale: Tensor, weight: Tensor
 ) -> Any:
-    rows_gradient, weight_gradient = rms_backward(gradient, rows, scale, weight)
+    rows_gradient, weight_gradient = _gradients(gradient, rows, scale, weight)
     return residual + rows_gradient, weight_gradient
 
 
@@ -171,6 +167,11 @@ def sum_and_rms_forward(rows: Tensor, other: Tensor, weight: Tensor) -> Any:
 
 def swiglu_forward(intermediate: Tensor) -> Tensor:
     return _gated(intermediate, F.silu)
+
+
+def adamw_and_weight(gradient: Tensor, *tensors: Tensor) -> Any:
+    updated = adamw(gradient, *tensors)
+    return *updated, updated[0].to(gradient.dtype)
 
 
 def main() -> None:
@@ -186,10 +187,15 @@ def main() -> None:
     lower("rms forward", rms_forward, [rows, weight], unit)
     lower("rms weight gradient", _weight_gradient, [rows, rows, scale], unit)
     lower("rms rows gradient", _rows_gradient, backward, unit)
-    lower("rms backward as one function", rms_backward, backward, unit)
+    lower("rms backward as one function", _gradients, backward, unit)
     lower("the same + residual's gradient", rms_backward_of_residual, (rows, *backward), unit)
     lower("sum + rms forward", sum_and_rms_forward, [rows, rows, weight], unit)
     lower("swiglu forward", swiglu_forward, [intermediate], TOKENS * WIDTH * 2)
+    numel = HIDDEN * WIDTH
+    narrow = Input((numel,), torch.bfloat16)
+    wide = Input((numel,), torch.float32)
+    scalars = Input((8,), torch.float32)
+    lower("AdamW of a weight", adamw_and_weight, [narrow, wide, wide, wide, scalars], numel)
 
 
 if __name__ == "__main__":

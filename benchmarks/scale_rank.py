@@ -7,7 +7,6 @@ already has what the other ranks would write. So the times are this rank's own.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -29,7 +28,7 @@ from zero_tp.data.indexed_writer import IndexedWriter
 from zero_tp.engine.engine import TrainingEngine
 from zero_tp.engine.guards import check_duplicates, check_replicas
 from zero_tp.parallel.agreement import require_same_on_all_ranks
-from zero_tp.parallel.safetensors_files import PART_BYTES, FileDigest
+from zero_tp.parallel.safetensors_files import FileDigest, hash_file
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint import directory
 from zero_tp.run.checkpoint.find import RunCheckpoint, find_readable_checkpoint
@@ -227,8 +226,7 @@ def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any
     `parameters`.
     """
     size = world.parameters * STATES // world.ranks
-    digest = "0" * 64
-    written = FileDigest(size, digest, (digest,) * -(-size // PART_BYTES))
+    written = FileDigest(size, "0" * 32)
     begin = directory.begin
     stub = run / "stub"
     with stub.open("wb") as file:
@@ -271,7 +269,7 @@ def save(world: World, clocks: Clocks, saver: Saver, run: Path) -> dict[str, Any
     else:
         names = [states_file(*divmod(rank, world.data)) for rank in range(world.ranks)]
         files = dict.fromkeys(names, written) | {
-            own["file"]: FileDigest(own["size"], own["sha256"], own["parts"])
+            own["file"]: FileDigest(own["size"], own["xxh3_128"])
         }
         directory.commit(run, temporary, 1, saver._describe(), files)
     manifest = directory.step_directory(run, 1) / directory.MANIFEST
@@ -306,13 +304,7 @@ def written(file: Path, lengths: dict[str, int], starts: dict[str, int]) -> File
     encoded = json.dumps(header).encode()
     whole = len(encoded).to_bytes(8, "little") + encoded + bytes(at)
     file.write_bytes(whole)
-    return FileDigest.of_parts(
-        len(whole),
-        [
-            hashlib.sha256(whole[at : at + PART_BYTES]).digest()
-            for at in range(0, len(whole), PART_BYTES)
-        ],
-    )
+    return FileDigest(len(whole), hash_file(file))
 
 
 def moves(world: World) -> dict[str, tuple[int, int]]:

@@ -117,6 +117,16 @@ def _rows_gradient(gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor
     return ((normed_gradient - normed * projection) * scale).to(rows.dtype)
 
 
+def _gradients(
+    gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the rows and of the weight. Compiled it reads the rows once."""
+    return (
+        _rows_gradient(gradient, rows, scale, weight),
+        _weight_gradient(gradient, rows, scale),
+    )
+
+
 class _RMSNorm(torch.autograd.Function):
     """Compute x / √(mean(x²) + ε) in fp32, rounded, times the weight. Backward keeps x and one
     number per row.
@@ -146,6 +156,10 @@ class _RMSNorm(torch.autograd.Function):
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         rows = (_rows(gradient), _rows(tensor), scale)
         reducing = weight_gradient = input_gradient = None
+        if needs_weight and needs_input and ctx.gradient_sum is None:
+            input_gradient, weight_gradient = ctx.ops.map_and_sum_rows(_gradients, rows, weight)
+            weight_gradient = weight_gradient.to(weight.dtype)
+            return input_gradient.view(tensor.shape), weight_gradient, None, None, None
         if needs_weight:
             # Its all-reduce runs while the input's gradient is computed.
             weight_gradient = ctx.ops.sum_rows(_weight_gradient, rows).to(weight.dtype)

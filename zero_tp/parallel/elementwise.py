@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,10 @@ from zero_tp.base.errors import UserError
 # In the loss, 2^16 to 2^20 are equally fast, and 2^15 is slower (benchmarks/tried.md).
 CACHE_ELEMENTS = 2**18
 """Elements of a chunk that fits a CPU core's cache: 1 MiB in fp32."""
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+INDUCTOR_OPTIONS = "inductor_options"
 
 
 class ElementwiseOps:
@@ -102,6 +106,28 @@ class ElementwiseOps:
             total += part
         return total
 
+    def map_and_sum_rows(
+        self,
+        function: Callable[..., tuple[Tensor, Tensor]],
+        tensors: Sequence[Tensor],
+        *others: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `function(*tensors, *others)`: a tensor with n rows, and a sum over the rows."""
+        output = total = None
+        for chunk in self.chunks(tensors[0]):
+            rows, part = function(*(tensor[chunk] for tensor in tensors), *others)
+            if output is None or total is None:
+                # One chunk has all rows: its result is not copied.
+                if len(rows) == len(tensors[0]):
+                    return rows, part
+                output = rows.new_empty(len(tensors[0]), *rows.shape[1:])
+                total = part
+            else:
+                total += part
+            output[chunk] = rows
+        assert output is not None and total is not None, "there is always a chunk"
+        return output, total
+
 
 class CompiledOps(ElementwiseOps):
     """Run functions that `torch.compile` compiles at their first call."""
@@ -121,16 +147,36 @@ class CompiledOps(ElementwiseOps):
         total: Tensor = self.map_rows(function, tensors, *others)
         return total
 
+    def map_and_sum_rows(
+        self,
+        function: Callable[..., tuple[Tensor, Tensor]],
+        tensors: Sequence[Tensor],
+        *others: Any,
+    ) -> tuple[Tensor, Tensor]:
+        rows, total = self.map_rows(function, tensors, *others)
+        return rows, total
+
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def compiled_with(**options: Any) -> Callable[[Function], Function]:
+    """Return a decorator of functions that are compiled with these options of inductor."""
+
+    def mark(function: Function) -> Function:
+        setattr(function, INDUCTOR_OPTIONS, options)
+        return function
+
+    return mark
 
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # When the number of rows (masked tokens) first changes, torch compiles one dynamic kernel for
     # all later numbers.
-    return torch.compile(function, fullgraph=True)
+    options = getattr(function, INDUCTOR_OPTIONS, None)
+    return torch.compile(function, fullgraph=True, options=options)
 
 
 def _probe(tensor: Tensor) -> Tensor:

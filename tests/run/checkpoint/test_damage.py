@@ -55,9 +55,9 @@ def damage_header(file: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "flipped bit": (
         flip_a_bit,
-        r"states_tp00_dp0001\.safetensors: SHA-256 is [0-9a-f]{12}…, not [0-9a-f]{12}…",
+        r"states_tp00_dp0001\.safetensors: its hash is [0-9a-f]{12}…, not [0-9a-f]{12}…",
     ),
-    "header": (damage_header, r"states_tp00_dp0001\.safetensors: SHA-256 is "),
+    "header": (damage_header, r"states_tp00_dp0001\.safetensors: its hash is "),
     "truncated": (truncate, r"states_tp00_dp0001\.safetensors: has \d+ bytes, not \d+"),
     "missing": (Path.unlink, r"states_tp00_dp0001\.safetensors: is missing"),
     "manifest": (break_manifest, r"manifest\.json: not valid JSON: .*"),

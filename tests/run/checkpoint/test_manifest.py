@@ -5,6 +5,7 @@ checkpoints.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -121,7 +122,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], bool, type[UserError], s
         lambda m: m.update(format=3),
         True,
         UserError,
-        "format 3, this version reads 4; use the version that",
+        "format 3, this version reads 4 and 5; use the version that",
     ),
 }
 
@@ -182,10 +183,27 @@ def test_a_file_that_cannot_be_read_now_is_not_damaged(
         assert isinstance(error.value, Damaged) == is_damage
 
 
+def test_files_of_format_4_are_compared_by_their_sha256(checkpoint: Path) -> None:
+    with rewritten(checkpoint) as manifest:
+        manifest["format"] = 4
+        for name, listed in manifest["files"].items():
+            part = hashlib.sha256((checkpoint / name).read_bytes()).digest()  # below 8 MiB
+            del listed["xxh3_128"]
+            listed |= {"sha256": hashlib.sha256(part).hexdigest(), "parts": [part.hex()]}
+    check_content(checkpoint, read_manifest(checkpoint).files)
+    flip_master(checkpoint / "states_tp01_dp0001.safetensors")
+    with pytest.raises(Damaged, match=r"states_tp01_dp0001\.safetensors: its hash is"):
+        check_content(checkpoint, read_manifest(checkpoint).files)
+    with rewritten(checkpoint) as manifest:
+        del manifest["files"]["states_tp01_dp0001.safetensors"]["sha256"]
+    with pytest.raises(Damaged, match="must have xxh3_128 or, in format 4, sha256"):
+        read_manifest(checkpoint)
+
+
 def test_an_export_of_damaged_masters_is_no_export(checkpoint: Path, tmp_path: Path) -> None:
     file = checkpoint / "states_tp01_dp0001.safetensors"
     flip_master(file)
-    with pytest.raises(Damaged, match=r"states_tp01_dp0001\.safetensors: SHA-256 is"):
+    with pytest.raises(Damaged, match=r"states_tp01_dp0001\.safetensors: its hash is"):
         convert.to_huggingface(checkpoint, tmp_path / "export")
     assert not (tmp_path / "export").exists()
 

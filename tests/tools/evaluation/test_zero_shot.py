@@ -69,7 +69,7 @@ def test_a_damaged_run_is_not_evaluated(model: Path, data: dict[str, Path], tmp_
     checkpoint = write_checkpoint(tmp_path / "run", config, tokenizer=model)
     file = checkpoint / states_file(0, 0)
     flip_master(file)
-    with pytest.raises(UserError, match=rf"{file.name}: SHA-256 is"):
+    with pytest.raises(UserError, match=rf"{file.name}: its hash is"):
         evaluate(tmp_path / "run", ["perplexity"], {"perplexity": data["perplexity"]}, SETTINGS)
 
 

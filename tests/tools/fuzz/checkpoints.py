@@ -81,7 +81,7 @@ def outcome(consumer: str, ended: Ended, directory: Path, name: str) -> Any:
         manifest = json.loads(written.read_text())
         lines = (directory / name / "metrics.jsonl").read_bytes().splitlines()
         last = json.loads(lines[-1])
-        files = {file: each["sha256"] for file, each in manifest["files"].items()}
+        files = {file: each["xxh3_128"] for file, each in manifest["files"].items()}
         return {
             "loss": last["loss"],
             "grad_norm": last["grad_norm"],

@@ -327,7 +327,7 @@ def update_adamw_eagerly(
 def adamw_scalars(
     settings: Mapping[str, Any], count: int, factor: float, device: torch.device
 ) -> Tensor:
-    """Return the numbers of `update_adamw`, computed in fp64, fp32 [8] on the device.
+    """Return the numbers of `adamw`, computed in fp64, fp32 [8] on the device.
 
     As a tensor, because numbers would be compiled into the kernel: a new rate would compile anew.
     """
@@ -355,15 +355,28 @@ def update_adamw(
     weight: Tensor,
     scalars: Tensor,
 ) -> None:
-    """AdamW in place (arXiv 1711.05101, algorithm 2), with the rounded weights. All [n].
+    """Write `adamw`'s results in place, and the rounded masters into the weights. All [n].
 
-    Moves 28 bytes an element in bf16: reads the gradient, reads and writes master and moments,
-    writes the weight.
+    Compiled it moves 28 bytes an element in bf16: it reads the gradient, reads and writes master
+    and moments, and writes the weight.
+    """
+    updated = adamw(gradient, master, first, second, scalars)
+    for tensor, value in zip((master, first, second), updated, strict=True):
+        tensor.copy_(value)
+    weight.copy_(master)
+
+
+def adamw(
+    gradient: Tensor, master: Tensor, first: Tensor, second: Tensor, scalars: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return master and moments after a step of AdamW (arXiv 1711.05101, algorithm 2).
+
+    Args:
+        scalars: of `adamw_scalars`.
     """
     factor, decay, rate1, beta2, rate2, step_size, correction, eps = scalars.unbind()
     wide = gradient.float() * factor
-    first.copy_(first + rate1 * (wide - first))
-    second.copy_(beta2 * second + rate2 * wide * wide)
+    first = first + rate1 * (wide - first)
+    second = beta2 * second + rate2 * wide * wide
     denominator = second.sqrt() / correction + eps
-    master.copy_(master * decay - step_size * first / denominator)
-    weight.copy_(master)
+    return master * decay - step_size * first / denominator, first, second

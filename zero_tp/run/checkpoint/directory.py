@@ -190,12 +190,12 @@ def check_sizes(checkpoint: Path, files: Mapping[str, ManifestFile]) -> None:
 def check_content(
     checkpoint: Path, files: Mapping[str, ManifestFile], *, progress: bool = True
 ) -> None:
-    """Check sizes, then read the files and compare their SHA-256s with the manifest's.
+    """Check sizes, then read the files and compare their hashes with the manifest's.
 
     Raises:
         Damaged: a file is missing, cannot be read, or has another size or content.
     """
-    from zero_tp.parallel.safetensors_files import hash_file
+    from zero_tp.parallel.safetensors_files import hash_earlier_file, hash_file
 
     # First, because a cut file is then named at once and not after minutes of hashing.
     check_sizes(checkpoint, files)
@@ -207,11 +207,12 @@ def check_content(
         for name, listed in sorted(files.items()):
             file = checkpoint / name
             try:
-                sha256 = hash_file(file).sha256
+                found = hash_earlier_file(file) if listed.xxh3_128 is None else hash_file(file)
             except OSError as error:
                 raise _read_error(file, error) from error
-            if sha256 != listed.sha256:
-                raise Damaged(file, f"SHA-256 is {sha256[:12]}…, not {listed.sha256[:12]}…")
+            expected = listed.xxh3_128 or listed.sha256 or ""
+            if found != expected:
+                raise Damaged(file, f"its hash is {found[:12]}…, not {expected[:12]}…")
             bar.update(listed.bytes)
 
 
@@ -270,7 +271,7 @@ def commit(
                 "that all nodes share"
             )
     listed = {
-        name: {"bytes": written.size, "sha256": written.sha256, "parts": list(written.parts)}
+        name: {"bytes": written.size, "xxh3_128": written.xxh3_128}
         for name, written in files.items()
     }
     content = {"format": FORMAT, "step": step, **manifest, "files": listed}

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError, UserError, shown
@@ -26,8 +26,10 @@ from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 if TYPE_CHECKING:
     from zero_tp.run.config import RunConfig
 
-# The format of this version. Earlier ones are refused by their number (`parse_manifest`).
-FORMAT = 4
+# The format of this version. Format 4 has files' hashes by SHA-256; earlier ones are refused by
+# their number (`parse_manifest`).
+FORMAT = 5
+FORMATS = (4, 5)
 OWN_HASH = "sha256"
 PARALLELISM_KEYS = ("zero_tp.parallel", "zero_optimization.stage", "bf16.enabled", "fp16.enabled")
 """Keys of a config that `Parallelism` covers."""
@@ -41,14 +43,22 @@ def states_file(tensor_rank: int, data_rank: int) -> str:
 
 
 class ManifestFile(ConfigModel):
-    """A file's size and hash.
+    """A file's size and hash (`safetensors_files.py`): one of the two.
 
-    The hash is the SHA-256 of the SHA-256s of its 8 MiB `parts` (`safetensors_files.py`).
+    Attributes:
+        sha256: in format 4, that of the SHA-256s of its 8 MiB `parts`.
     """
 
     bytes: Count
-    sha256: Digest
+    xxh3_128: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None = None
+    sha256: Digest | None = None
     parts: list[Digest] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _has_one_hash(self) -> ManifestFile:
+        if (self.xxh3_128 is None) == (self.sha256 is None):
+            raise ValueError("must have xxh3_128 or, in format 4, sha256")
+        return self
 
 
 class ShardedParameter(ConfigModel):
@@ -126,7 +136,7 @@ class Manifest(ConfigModel):
         sha256: of the manifest's content (see `content_hash`).
     """
 
-    format: Literal[4]
+    format: Literal[4, 5]
     step: Count
     tensor: Positive
     data: Positive
@@ -173,10 +183,10 @@ def parse_manifest(raw: dict[str, Any]) -> Manifest:
             f"the content has {sha256[:12]}…, the manifest says {shown(raw[OWN_HASH])[1:13]}…",
         )
     # Before the schema, because another format may have other keys.
-    if raw.get("format") != FORMAT:
-        raise ConfigError(
-            "format", f"format {shown(raw.get('format'))}, this version reads {FORMAT}"
-        )
+    if raw.get("format") not in FORMATS:
+        known = " and ".join(map(str, FORMATS))
+        written = shown(raw.get("format"))
+        raise ConfigError("format", f"format {written}, this version reads {known}")
     manifest = validate(Manifest, raw, "")
     ranks = len(manifest.files)
     # As many names as there are files: in a wrong manifest, tensor × data may be huge.

@@ -261,9 +261,7 @@ class Saver:
             if "error" in written:
                 # Caught by `_attempt`, whose message becomes the outcome on every rank.
                 raise OSError(0, f"rank {rank}: {written['error']}")
-            files[written["file"]] = FileDigest(
-                written["size"], written["sha256"], written["parts"]
-            )
+            files[written["file"]] = FileDigest(written["size"], written["xxh3_128"])
         # Only after every rank has reported. A commit before that could name files that a rank has
         # not flushed.
         self.notes += directory.commit(
