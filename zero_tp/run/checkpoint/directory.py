@@ -207,12 +207,12 @@ def check_content(
         for name, listed in sorted(files.items()):
             file = checkpoint / name
             try:
-                found = hash_earlier_file(file) if listed.xxh3_128 is None else hash_file(file)
+                actual = hash_earlier_file(file) if listed.xxh3_128 is None else hash_file(file)
             except OSError as error:
                 raise _read_error(file, error) from error
             expected = listed.xxh3_128 or listed.sha256 or ""
-            if found != expected:
-                raise Damaged(file, f"its hash is {found[:12]}…, not {expected[:12]}…")
+            if actual != expected:
+                raise Damaged(file, f"its hash is {actual[:12]}…, not {expected[:12]}…")
             bar.update(listed.bytes)
 
 
