@@ -5,12 +5,13 @@ turns.
     python benchmarks/checkpoint.py --output benchmarks/results/
 
 One process holds a model's masters and moments. Saving (hashed, flushed to the disk) is compared
-with writing one file of the same bytes and flushing it; loading (hashed, and filled into the
-optimizer's states) with reading that file. Files are dropped from the page cache before each
-reading where the system allows it. A shared disk is as fast as its other users let it be, so the
-processor's seconds stand beside the clock's, and --folder /dev/shm measures without a disk. Also:
-how long training stands still for a save in the background, and the memory that resharding and
-exporting take on a checkpoint of a billion parameters (--memory, 12 GB of disk).
+with writing one file of the same bytes and flushing it, with torch's distributed checkpoint of the
+same tensors and with DeepSpeed's `save_checkpoint` (which adds the weights); loading (hashed, and
+filled into the optimizer's states) with reading that file. Files are dropped from the page cache
+before each reading where the system allows it. A shared disk is as fast as its other users let it
+be, so the processor's seconds stand beside the clock's, and --folder /dev/shm measures without a
+disk. Also: how long training stands still for a save in the background, and the memory that
+resharding and exporting take on a checkpoint of a billion parameters (--memory, 12 GB of disk).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from dated import write_result  # type: ignore[import-not-found]  # beside this script
 
 from zero_tp.engine.engine import TrainingEngine
@@ -125,13 +127,41 @@ def build(folder: Path, background: bool) -> tuple[TrainingEngine, RunConfig]:
     return engine, config
 
 
+def save_by_torch(engine: TrainingEngine, folder: Path) -> None:
+    """Save masters and moments by torch's distributed checkpoint, which flushes its files."""
+    states = engine.zero.states()
+    tensors = {
+        f"{fragment.name}.{kind}": states.get(fragment, kind)
+        for kind in states.kinds()
+        for fragment in states.fragments
+    }
+    dcp.save(tensors, checkpoint_id=folder)
+
+
+def save_by_deepspeed(engine: TrainingEngine, folder: Path) -> None:
+    """Save by DeepSpeed, and flush its files, which it does not."""
+    engine.deepspeed_engine.save_checkpoint(str(folder), tag="step")
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+OTHERS: dict[str, Callable[[TrainingEngine, Path], None]] = {
+    "torch": save_by_torch,
+    "deepspeed": save_by_deepspeed,
+}
+
+
 def speeds(folder: Path, rounds: int) -> dict[str, Any]:
     """Measure the seconds of saving, plain writing, loading and plain reading, in turns."""
     engine, config = build(folder, False)
     saver = run_saver(engine.zero, config, folder / "run")
     run = folder / "run"
     random = torch.randint(0, 256, (CHUNK,), dtype=torch.uint8).numpy().data
-    times: dict[str, list[float]] = {name: [] for name in ("save", "write", "load", "read")}
+    names = ("save", *OTHERS, "write", "load", "read")
+    times: dict[str, list[float]] = {name: [] for name in names}
+    sizes = dict.fromkeys(names, 0)
     processor: dict[str, list[float]] = {name: [] for name in times}
     size = 0
     for turn in range(rounds + WARM_UP):
@@ -139,6 +169,11 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
         assert saver.outcome() == (turn + 1, "")
         checkpoint = directory.step_directory(run, turn + 1)
         size = sum(file.bytes for file in directory.read_manifest(checkpoint).files.values())
+        for name, save in OTHERS.items():
+            target = folder / f"{name}{turn}"
+            durations[name] = timed(partial(save, engine, target))
+            sizes[name] = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+            shutil.rmtree(folder / f"{name}{turn - 3}", ignore_errors=True)
         # Use a new file each time and keep as many: the first write to a disk's blocks can take
         # several times as long.
         plain = folder / f"plain{turn}"
@@ -154,19 +189,22 @@ def speeds(folder: Path, rounds: int) -> dict[str, Any]:
                 times[name].append(seconds)
                 processor[name].append(spent)
     gigabytes = size / 1e9
+    sizes = {name: sizes[name] or size for name in names}
     print(f"{gigabytes:.2f} GB, {rounds} rounds in {folder.parent}: median [quartiles]")
     for name, found in times.items():
-        rates = [gigabytes / seconds for seconds in found]
+        rates = [sizes[name] / 1e9 / seconds for seconds in found]
         print(
-            f"  {name:>5}: {quartiles(rates)} GB/s, {quartiles(processor[name])} s on the processor"
+            f"  {name:>9}: {quartiles(rates)} GB/s, {quartiles(processor[name])} s on the processor"
         )
     ratios = {}
-    for ours, plainly in (("save", "write"), ("load", "read")):
+    pairs = (("save", "write"), *(("save", name) for name in OTHERS), ("load", "read"))
+    for ours, plainly in pairs:
         ratios[f"{ours}_to_{plainly}"] = [
-            b / a for a, b in zip(times[ours], times[plainly], strict=True)
+            (sizes[ours] / a) / (sizes[plainly] / b)
+            for a, b in zip(times[ours], times[plainly], strict=True)
         ]
         print(f"  rate of {ours} / {plainly}: {quartiles(ratios[f'{ours}_to_{plainly}'])}")
-    return {"bytes": size, "seconds": times, "processor_seconds": processor, **ratios}
+    return {"bytes": sizes, "seconds": times, "processor_seconds": processor, **ratios}
 
 
 def load(engine: TrainingEngine, checkpoint: Path, seed: int) -> None:
