@@ -93,7 +93,7 @@ def update_blocks(sizes: Sequence[int], counted: Sequence[bool | None]) -> list[
 class FusedUpdate:
     """Replaces the step of DeepSpeed's optimizer of ZeRO-1 and 2, where `is_supported`.
 
-    Each gradient is freed after its update, so that no second copy of all gradients exists. The
+    No second copy of all gradients exists; with one replica each is freed after its update. The
     host waits for the device once, for the norm, which decides whether the step is skipped.
 
     Args:
@@ -248,6 +248,9 @@ class FusedUpdate:
     def _update_group(self, group: int, gradients: list[Tensor], factor: float) -> None:
         """Update a group's masters, moments and weights; free each gradient."""
         optimizer = self._optimizer
+        blocks = self._plans[group][1]
+        if not blocks:
+            return  # of a few small parameters this rank may have none
         flat = optimizer.single_partition_of_fp32_groups[group]
         state = self._state(flat)
         rank = self._topology.data_rank
@@ -258,11 +261,14 @@ class FusedUpdate:
         scalars = None
         if self._elementwise is not None:
             scalars = adamw_scalars(settings, count, factor, flat.device)
-        for block in self._plans[group][1]:
+        for block in blocks:
             gradient = gradients.pop(0)
             master, first, second, weight = (tensor[block.elements] for tensor in tensors)
             parts = (gradient, master, first, second, weight)
-            if self._elementwise is None:
+            # A compiled kernel would clone what does not begin at 16 bytes, as the partition of one
+            # of 6 replicas may, and copy it back.
+            is_aligned = all(tensor.data_ptr() % 16 == 0 for tensor in parts)
+            if self._elementwise is None or not is_aligned:
                 update_adamw_eagerly(*parts, state["step"], settings, factor)
             else:
                 self._elementwise.map_rows(update_adamw, parts, scalars)

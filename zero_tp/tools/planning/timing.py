@@ -481,12 +481,15 @@ class StepTimeEstimator:
         states = 2 * (4 + zero.moments) + e
         if zero.runs_fused_update:
             return part * (g + g + states)
+        clipped = 8 if zero.clips_gradients else 0
+        if zero.offload_optimizer:
+            # The device scans, takes norms and converts, as it sends each gradient.
+            return part * (clipped + 4 + states + 4)
         # Chunks are copied to fp64, squared in place and summed.
         norm = g + 8 + 16 + 8
         # Their largest and smallest number; a flat copy of a partition.
         scan, flat = (2 * g, 2 * g) if zero.stage else (0, 0)
         converted = g + 4 if g < 4 else 0
-        clipped = 8 if zero.clips_gradients else 0
         # The optimizer reads fp32 gradients. The masters are read again to be rounded.
         return part * (norm + scan + flat + converted + clipped + 4 + states + 4)
 
@@ -498,10 +501,12 @@ class StepTimeEstimator:
         of_layer = LAYER_LAUNCHES if self.workload.compiled else EAGER_LAYER_LAUNCHES
         # A third of a layer's kernels are its forward's.
         passes = zero.accumulation * ((layers + recomputed / 3) * of_layer + LOSS_LAUNCHES)
+        # A rank of stages 1 and 2 updates the parameters of its partition; stage 3 cuts each one.
+        tensors = self.tensors / (zero.data if zero.stage in (1, 2) else 1)
         if zero.runs_fused_update:
-            return passes + self.tensors * (1 if self.workload.compiled else 4)
-        chunks = 3 * self.parameters / CHUNK_ELEMENTS
-        return passes + self.tensors * UPDATE_LAUNCHES + chunks
+            return passes + tensors * (1 if self.workload.compiled else 4)
+        chunks = 3 * self.parameters / (zero.data if zero.stage else 1) / CHUNK_ELEMENTS
+        return passes + tensors * UPDATE_LAUNCHES + chunks
 
     def _optimizer(self) -> tuple[float, float]:
         """Return the seconds of the update and of copies between host and device."""
