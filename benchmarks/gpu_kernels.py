@@ -92,8 +92,8 @@ def pretend_device() -> None:
 
 
 def _pretend_triton_driver() -> None:
-    from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
-    from triton.runtime.driver import driver  # type: ignore[import-not-found]
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
 
     driver.set_active(
         types.SimpleNamespace(

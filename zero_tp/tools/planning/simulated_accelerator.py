@@ -102,7 +102,7 @@ def simulated_accelerator(*, varlen: bool = True) -> Iterator[torch.device]:
 def _simulated() -> torch.device:
     """Register the simulated device with torch, once in a process."""
     _setup_privateuseone_for_python_backend("sim")
-    runtime = torch.get_device_module("sim")
+    runtime: Any = torch.get_device_module("sim")
     runtime.Stream = runtime.current_stream = _Stream
     runtime.stream = nullcontext
     runtime.get_rng_state = runtime.set_rng_state = lambda *_: None  # for `torch.random.fork_rng`
