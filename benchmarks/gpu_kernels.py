@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero_tp.engine.zero.fused_update import adamw
+from zero_tp.engine.zero.adamw import adamw
 from zero_tp.model.mlp import _gated
 from zero_tp.model.norm import _gradients, _rms_norm, _rows_gradient, _weight_gradient
 

@@ -17,13 +17,8 @@ from tests.support.settings import fp16_supported
 from tests.support.small_engine import ACCUMULATION, DECAY, build, tokens_of_step
 from tests.tiers import in_tiers
 from zero_tp.engine.zero import fused_update
-from zero_tp.engine.zero.fused_update import (
-    FusedUpdate,
-    UpdateBlock,
-    adamw_scalars,
-    update_adamw,
-    update_blocks,
-)
+from zero_tp.engine.zero.adamw import adamw_scalars, update_adamw
+from zero_tp.engine.zero.fused_update import FusedUpdate, UpdateBlock, update_blocks
 from zero_tp.model.causal_lm import next_tokens
 from zero_tp.parallel.elementwise import COMPILED
 

@@ -8,7 +8,7 @@ and their norm, to flatten, to convert, to clip, and for the optimizer and the r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 )
 from torch import Tensor
 
+from zero_tp.engine.zero.adamw import adamw_scalars, update_adamw, update_adamw_eagerly
 from zero_tp.engine.zero.veto import StepVeto
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import ElementwiseOps
@@ -295,94 +296,3 @@ class FusedUpdate:
         self._counts[group] = (step, count + 1)
         step += 1
         return count + 1
-
-
-def update_adamw_eagerly(
-    gradient: Tensor,
-    master: Tensor,
-    first: Tensor,
-    second: Tensor,
-    weight: Tensor,
-    step: Tensor,
-    settings: Mapping[str, Any],
-    factor: float,
-) -> None:
-    """Update a block by torch's fused kernel, with an fp32 copy of its gradient alone."""
-    wide = gradient.float()
-    if factor != 1.0:
-        wide.mul_(factor)
-    beta1, beta2 = settings["betas"]
-    torch._fused_adamw_(
-        [master],
-        [wide],
-        [first],
-        [second],
-        [],
-        [step],
-        lr=float(settings["lr"]),
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=settings["weight_decay"],
-        eps=settings["eps"],
-        amsgrad=False,
-        maximize=False,
-    )
-    weight.copy_(master)
-
-
-def adamw_scalars(
-    settings: Mapping[str, Any], count: int, factor: float, device: torch.device
-) -> Tensor:
-    """Return the numbers of `adamw`, computed in fp64, fp32 [8] on the device.
-
-    As a tensor, because numbers would be compiled into the kernel: a new rate would compile anew.
-    """
-    lr = float(settings["lr"])
-    beta1, beta2 = settings["betas"]
-    numbers = [
-        factor,
-        1 - lr * settings["weight_decay"],
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        lr / (1 - beta1**count),
-        math.sqrt(1 - beta2**count),
-        settings["eps"],
-    ]
-    scalars = torch.tensor(numbers, pin_memory=device.type == "cuda")
-    return scalars.to(device, non_blocking=True)
-
-
-def update_adamw(
-    gradient: Tensor,
-    master: Tensor,
-    first: Tensor,
-    second: Tensor,
-    weight: Tensor,
-    scalars: Tensor,
-) -> None:
-    """Write `adamw`'s results in place, and the rounded masters into the weights. All [n].
-
-    Compiled it moves 28 bytes an element in bf16: it reads the gradient, reads and writes master
-    and moments, and writes the weight.
-    """
-    updated = adamw(gradient, master, first, second, scalars)
-    for tensor, value in zip((master, first, second), updated, strict=True):
-        tensor.copy_(value)
-    weight.copy_(master)
-
-
-def adamw(
-    gradient: Tensor, master: Tensor, first: Tensor, second: Tensor, scalars: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return master and moments after a step of AdamW (arXiv 1711.05101, algorithm 2).
-
-    Args:
-        scalars: of `adamw_scalars`.
-    """
-    factor, decay, rate1, beta2, rate2, step_size, correction, eps = scalars.unbind()
-    wide = gradient.float() * factor
-    first = first + rate1 * (wide - first)
-    second = beta2 * second + rate2 * wide * wide
-    denominator = second.sqrt() / correction + eps
-    return master * decay - step_size * first / denominator, first, second

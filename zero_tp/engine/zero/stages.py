@@ -211,7 +211,6 @@ class PartitionedStates(ZeroEngine):
 
     def initialize(self, model: ParallelModel, trainable: Trainable) -> None:
         super().initialize(model, trainable)
-        compute_norms_in_chunks(self.optimizer)
         if keeps_gradients_in_place(self.settings, self.topology.data):
             # DeepSpeed reduces a bucket by the first if gradients are contiguous, else by the
             # second. Over one replica both would only copy.
@@ -225,6 +224,7 @@ class PartitionedStates(ZeroEngine):
             update = FusedUpdate(self.optimizer, self.topology, lambda: self.veto, elementwise)
             self.optimizer.step = update.step
             return
+        compute_norms_in_chunks(self.optimizer)
         original = self.optimizer.scaled_global_norm
 
         def norm_or_veto(norm_type: int = 2) -> Tensor:
