@@ -151,11 +151,12 @@ def test_every_step_is_that_of_deepspeed(
                     )
 
 
-def skips(stage: int, kind: str, name: str, rank: int) -> tuple[bool, bool]:
+def skips(stage: int, optimizer: str, kind: str, name: str, rank: int) -> tuple[bool, bool]:
     """Whether a step in fp32 was skipped, and whether the weights stayed."""
     topology = grid(2, True)
-    adamw = {"lr": 1e-2, "torch_adam": True, "fused": True}
-    engine = build(topology, stage, optimizer={"type": "AdamW", "params": adamw})
+    params = {"lr": 1e-2} | ({"torch_adam": True, "fused": True} if optimizer == "AdamW" else {})
+    block = {"type": optimizer, "params": params}
+    engine = build(topology, stage, optimizer=block, zero_allow_untested_optimizer=True)
     before = {name: weight.detach().clone() for name, weight in engine.model.named_parameters()}
 
     def damage(gradient: Tensor) -> Tensor:
@@ -166,15 +167,17 @@ def skips(stage: int, kind: str, name: str, rank: int) -> tuple[bool, bool]:
     return step.is_skipped, all(torch.equal(step.tensors[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(
+    ("stage", "optimizer"), [(0, "AdamW"), (1, "AdamW"), (1, "SGD"), (2, "SGD"), (3, "AdamW")]
+)
 @pytest.mark.parametrize("name", PARAMETERS[:2])
 def test_a_gradient_that_is_wrong_on_one_rank_alone_skips_the_step_of_all(
-    ranks: Pools, name: str, stage: int
+    ranks: Pools, name: str, stage: int, optimizer: str
 ) -> None:
     """Of a replicated parameter only the first TP rank counts in the norm."""
     for rank in (0, 1):
         for kind in ("nan", "infinite"):
-            assert ranks(2).run(skips, stage, kind, name, rank) == [(True, True)] * 2
+            assert ranks(2).run(skips, stage, optimizer, kind, name, rank) == [(True, True)] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,7 +13,7 @@ step, by the paper (arXiv 1910.02054, sections 5 and 7); DeepSpeed's buffers com
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from zero_tp.engine.zero.facts import keeps_gradients_in_place, uses_bf16_optimi
 from zero_tp.engine.zero.fused_update import FusedUpdate
 from zero_tp.engine.zero.states import MASTER, Fragment, OptimizerStates, StatesOnNVMe, partition_of
 from zero_tp.engine.zero.zero_engine import Trainable, ZeroEngine
+from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import COMPILED
 from zero_tp.parallel.gradients import clip_gradients, gradient_norm, sum_of_squares
 from zero_tp.parallel.spans import Span
@@ -38,16 +39,14 @@ if TYPE_CHECKING:
     from zero_tp.model.parallel_model import ParallelModel
 
 
-def compute_norms_in_chunks(optimizer: Any) -> None:
+def compute_norms_in_chunks(optimizer: Any, topology: Topology) -> None:
     """Make a ZeRO optimizer of DeepSpeed compute gradient norms in chunks, instead of from whole
-    fp64 copies.
+    fp64 copies, and see every rank's gradients that are not finite.
     """
-    original = getattr(optimizer, "get_grad_norm_direct", None)
-    if original is None:  # DeepSpeed's BF16_Optimizer
-        return
+    original = optimizer.get_grad_norm_direct
 
     def chunked_norm(
-        gradients: Iterable[Tensor], params: Iterable[nn.Parameter], norm_type: float = 2
+        gradients: Iterable[Tensor], params: Sequence[nn.Parameter], norm_type: float = 2
     ) -> Tensor:
         assert norm_type == 2, "only the 2-norm is computed"
         # DeepSpeed pairs gradients with parameters in order, after it has left padding out: so must
@@ -59,7 +58,14 @@ def compute_norms_in_chunks(optimizer: Any) -> None:
         # The norm of the norms is the norm of all gradients. Which parameters count on this TP
         # rank, and the sums over DP and TP, stay DeepSpeed's.
         norm: Tensor = original(norms, params, norm_type)
-        return norm
+        if topology.tensor == 1:
+            return norm
+        # DeepSpeed counts a replicated gradient on the first TP rank only, and in fp32 the norm is
+        # all that it looks at. 0 times all norms is nan if one of them is not finite.
+        nothing = 0.0 * torch.cat([*norms, norm.new_zeros(1).to(torch.float64)]).sum()
+        for group in (topology.data_group, topology.tensor_group):
+            nothing = all_reduce(nothing, group)
+        return norm + nothing.to(norm)
 
     optimizer.get_grad_norm_direct = chunked_norm
 
@@ -224,7 +230,7 @@ class PartitionedStates(ZeroEngine):
             update = FusedUpdate(self.optimizer, self.topology, lambda: self.veto, elementwise)
             self.optimizer.step = update.step
             return
-        compute_norms_in_chunks(self.optimizer)
+        compute_norms_in_chunks(self.optimizer, self.topology)
         original = self.optimizer.scaled_global_norm
 
         def norm_or_veto(norm_type: int = 2) -> Tensor:
@@ -292,7 +298,7 @@ class PartitionedParameters(ZeroEngine):
 
     def initialize(self, model: ParallelModel, trainable: Trainable) -> None:
         super().initialize(model, trainable)
-        compute_norms_in_chunks(self.optimizer)
+        compute_norms_in_chunks(self.optimizer, self.topology)
         original = self.optimizer._get_norm_groups
 
         def norms_or_veto() -> list[Any]:
