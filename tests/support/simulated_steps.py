@@ -197,6 +197,10 @@ class StubDeepSpeedEngine:
             self.model.zero_grad(set_to_none=True)
         self.micro_steps += 1
 
+    def get_grad_norm_direct(self, *_: Any, **__: Any) -> Tensor:
+        """DeepSpeed's norm of a group, which `scaled_global_norm` below does not call."""
+        raise NotImplementedError
+
     def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
         return gradient_norm(list(self.model.parameters()), self.model.topology).float()
 
