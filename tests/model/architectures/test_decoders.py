@@ -193,18 +193,20 @@ def trained(
     )
     targets = torch.full_like(tokens, -100)
     targets[:, :-1] = tokens[:, 1:]
-    own = slice(
-        4 // topology.data * topology.data_rank, 4 // topology.data * (topology.data_rank + 1)
-    )
-    losses = [engine.train_step([(tokens[own], targets[own])])]
+    replicas = tokens.chunk(topology.data)
+    own = replicas[topology.data_rank], targets.chunk(topology.data)[topology.data_rank]
+    losses = [engine.train_step([own])]
     norms = [engine.gradient_norm]
-    losses.append(engine.train_step([(tokens[own], targets[own])]))
+    losses.append(engine.train_step([own]))
     norms.append(engine.gradient_norm)
 
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.0)
     for step in range(2):
         reference.zero_grad()
-        loss = reference(input_ids=tokens, labels=tokens).loss
+        # The balancing loss is not linear in the tokens: each replica has its own.
+        loss = torch.stack(
+            [reference(input_ids=part, labels=part).loss for part in replicas]
+        ).mean()
         loss.backward()
         whole = (
             torch.stack([parameter.grad.double().norm() for parameter in reference.parameters()])
