@@ -1,0 +1,53 @@
+"""Type `zero_tp.param_groups`: parameters that the optimizer treats in their own way."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from zero_tp.base.validation import ConfigModel, NonNegative
+
+Kind = Literal["embedding", "output", "norm", "bias", "router", "matrix", "other"]
+"""What a parameter is for: `model/parameter_kinds.py` has the meanings."""
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"is no regular expression of Python: {error}") from None
+    return pattern
+
+
+class ParamGroup(ConfigModel):
+    """The parameters of one kind, or those whose Hugging Face names match a pattern."""
+
+    kind: Kind | None = Field(
+        None, description="What the parameters are for; a tied output layer is an embedding."
+    )
+    pattern: Annotated[str, Field(min_length=1), AfterValidator(_compiles)] | None = Field(
+        None,
+        description="Instead of `kind`: a regular expression that is searched in Hugging Face's "
+        "names.",
+    )
+    weight_decay: NonNegative | None = Field(
+        None,
+        description="Their weight decay; none: `optimizer.params.weight_decay`, and 0 for norms, "
+        "biases and others.",
+    )
+    lr_scale: Annotated[float, Field(gt=0, le=1e6)] = Field(
+        1.0, description="Factor of the learning rate, at each step of any schedule."
+    )
+
+    @model_validator(mode="after")
+    def _selects_once(self) -> ParamGroup:
+        if (self.kind is None) == (self.pattern is None):
+            raise ValueError('selects parameters by "kind" or by "pattern": give one of them')
+        return self
+
+    @property
+    def selector(self) -> str:
+        """Return how the group selects its parameters, as written."""
+        return f'kind "{self.kind}"' if self.kind is not None else f'pattern "{self.pattern}"'
