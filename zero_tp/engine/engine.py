@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from zero_tp.base.constants import DTYPES, IGNORE_INDEX
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
+from zero_tp.base.settings.optimizer import Muon, Optimizer
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.base.settings.schema import Parallel, Spike
 from zero_tp.data.batch import AnyBatch, Batch, as_batch
@@ -24,6 +25,7 @@ from zero_tp.engine import guards
 from zero_tp.engine.settings.parse import check_settings
 from zero_tp.engine.settings.rule import EntryPoint
 from zero_tp.engine.zero.build_lock import report_build_locks
+from zero_tp.engine.zero.matrix_optimizer import MatrixOptimizer
 from zero_tp.engine.zero.ops import check_nvme, disable_shared_memory_collectives
 from zero_tp.engine.zero.stages import engine_of_stage
 from zero_tp.engine.zero.states import local_shape
@@ -31,6 +33,7 @@ from zero_tp.engine.zero.veto import StepVeto
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.model_class import model_class as default_model_class
 from zero_tp.model.parallel_model import ParallelModel
+from zero_tp.model.parameter_kinds import DECAYED_KINDS, parameter_kinds
 from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import compile_elementwise, is_compiled
@@ -115,10 +118,12 @@ class TrainingEngine:
             compile_elementwise(self.model, self.device)
         self.zero.compiled = self.compiled
         assert settings.optimizer is not None, "only a Trainer's settings have none"
-        decay = settings.optimizer.params.weight_decay
+        trainable = trainable_of(self.model, settings.optimizer, self.dtype)
         # After everything that changes modules or hooks: DeepSpeed's optimizers copy the weights
         # into masters, and ZeRO-2 and -3 hook each parameter here.
-        self.zero.initialize(self.model, parameter_groups(self.model, decay))
+        self.zero.initialize(self.model, trainable)
+        if isinstance(trainable, MatrixOptimizer):
+            trainable.bind(self.model, self.zero)
         # DeepSpeed broadcasts weights over DP only: that TP ranks begin with the same replicas
         # follows from the seeds and files alone.
         guards.check_replicas(self.model, topology)
@@ -437,3 +442,34 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         {"params": flat, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def trainable_of(
+    model: ParallelModel, optimizer: Optimizer, dtype: torch.dtype
+) -> list[dict[str, Any]] | torch.optim.Optimizer:
+    """Return the groups of parameters for DeepSpeed's optimizer, or under Muon the optimizer."""
+    params = optimizer.params
+    if not isinstance(params, Muon):
+        return parameter_groups(model, params.weight_decay)
+    kinds = parameter_kinds(model)
+    adamw = params.adamw
+    rate = params.lr if adamw.lr is None else adamw.lr
+    decay = params.weight_decay if adamw.weight_decay is None else adamw.weight_decay
+    matrices = {
+        name: getattr(params, name)
+        for name in ("lr", "weight_decay", "momentum", "nesterov", "ns_steps")
+    } | {name: getattr(params, name) for name in ("ns_coefficients", "eps", "adjust_lr_fn")}
+    rest = {"lr": rate, "betas": adamw.betas, "eps": adamw.eps}
+    chosen: list[list[nn.Parameter]] = [[], [], []]
+    for name, parameter in model.named_parameters():
+        kind = kinds[name]
+        chosen[0 if kind == "matrix" else 1 if kind in DECAYED_KINDS else 2].append(parameter)
+    groups = [
+        {"params": chosen[0], **matrices},
+        {"params": chosen[1], **rest, "weight_decay": decay},
+        {"params": chosen[2], **rest, "weight_decay": 0.0},
+    ]
+    return MatrixOptimizer(
+        [group for group in groups if group["params"]],
+        torch.float32 if dtype == torch.float32 else torch.bfloat16,
+    )

@@ -6,7 +6,7 @@ mistyped key is reported by name. A test compares the models with the constructo
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny
 
@@ -23,12 +23,12 @@ class OptimizerBlock(ConfigModel):
     legacy_fusion: bool = False
 
 
-OPTIMIZERS = ("Adam", "AdamW", "SGD")
-"""Element-wise optimizers, which update a shard exactly as they update the whole tensor."""
+ELEMENTWISE = ("Adam", "AdamW", "SGD")
+"""Optimizers that update a shard exactly as they update the whole tensor."""
+OPTIMIZERS = (*ELEMENTWISE, "Muon")
 
 REFUSED_OPTIMIZERS = {
     "Lamb": "its trust ratio needs the norm of a whole tensor, and a rank holds a shard",
-    "Muon": "it orthogonalises a whole matrix, and a TP rank holds a shard of it",
     "Lion": "DeepSpeed's Lion moves weights whose gradient is zero, such as rows of unused tokens",
     "Adagrad": "torch's Adagrad creates its states for the model's own tensors, which DeepSpeed "
     "replaces",
@@ -91,6 +91,29 @@ class SGD(OptimizerParams):
     fused: bool | None = None
 
 
+class MuonAdamW(ConfigModel):
+    """Arguments of AdamW for what Muon does not update; those left out are torch's."""
+
+    lr: NonNegative | None = Field(None, description="None: Muon's.")
+    betas: tuple[Below1, Below1] = (0.9, 0.999)
+    eps: Annotated[float, Field(gt=0, lt=1)] = 1e-8
+    weight_decay: NonNegative | None = Field(None, description="None: Muon's.")
+
+
+class Muon(OptimizerParams):
+    """Arguments of `torch.optim.Muon`, with its defaults, and those of AdamW for the rest."""
+
+    lr: NonNegative = 1e-3
+    weight_decay: NonNegative = 0.1
+    momentum: Below1 = 0.95
+    nesterov: bool = True
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    eps: Annotated[float, Field(gt=0, lt=1)] = 1e-7
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    adamw: MuonAdamW = Field(default_factory=MuonAdamW)
+
+
 class Optimizer(ConfigModel):
     """The block with typed arguments."""
 
@@ -117,6 +140,8 @@ def params_model(name: str, torch_adam: bool, offload: bool) -> type[OptimizerPa
     """
     if name == "sgd":
         return SGD
+    if name == "muon":
+        return Muon
     # In the order of DeepSpeed's `get_optimizer_configuration`: `torch_adam` wins over offloading.
     return TorchAdam if torch_adam else CPUAdam if offload else FusedAdam
 
@@ -132,11 +157,13 @@ def check_optimizer(values: dict[str, Any]) -> Optimizer:
             raise ConfigError("optimizer.type", f"{shown(name)} is refused: {reason}", remedy)
     # DeepSpeed takes its own optimizers' names in any case, and passes others to torch.optim as
     # they are written.
-    if lower not in ("adam", "adamw") and name != "SGD":
+    if lower not in ("adam", "adamw", "muon") and name != "SGD":
         raise ConfigError(
             "optimizer.type", f"{shown(name)} is unknown", did_you_mean(name, OPTIMIZERS)
         )
     model = params_model(lower, bool(block.params.get("torch_adam")), offloads_optimizer(values))
+    if lower == "muon":
+        _refuse_names_of_deepspeed(block.params)
     params = validate(model, block.params, "optimizer.params")
     # The type alone decides: DeepSpeed's "Adam" is AdamW too, unless `adam_w_mode` is false.
     if lower == "adamw" and block.params.get("adam_w_mode") is False:
@@ -147,6 +174,25 @@ def check_optimizer(values: dict[str, Any]) -> Optimizer:
     return Optimizer.model_construct(
         written, type=name, params=params, legacy_fusion=block.legacy_fusion
     )
+
+
+DEEPSPEED_MUON = {
+    "muon_lr": "lr",
+    "adam_lr": 'adamw: {"lr": …}',
+    "ns_method": "ns_steps and ns_coefficients",
+    "per_head_muon": "per_head",
+}
+"""Names of DeepSpeed's Muon → those of `Muon`."""
+
+
+def _refuse_names_of_deepspeed(params: dict[str, Any]) -> None:
+    for key, new in DEEPSPEED_MUON.items():
+        if key in params:
+            raise ConfigError(
+                f"optimizer.params.{key}",
+                "is a name of DeepSpeed's Muon, which orthogonalises shards and is not used",
+                f"use {new}",
+            )
 
 
 def choose_implementation(values: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
-from zero_tp.base.settings.optimizer import Optimizer, TorchAdam
+from zero_tp.base.settings.optimizer import Muon, Optimizer, TorchAdam
 from zero_tp.base.settings.schedule import TRANSFORMERS_SCHEDULES
 
 
@@ -109,6 +109,10 @@ def deepspeed_dict(settings: DeepSpeedSettings, data: int) -> dict[str, Any]:
     schedule = settings.scheduler
     if schedule is not None and schedule.type in TRANSFORMERS_SCHEDULES:
         del values["scheduler"]
+    if settings.optimizer is not None and isinstance(settings.optimizer.params, Muon):
+        # DeepSpeed gets a `MatrixOptimizer` instead, which ZeRO takes with this key alone.
+        del values["optimizer"]
+        values["zero_allow_untested_optimizer"] = True
     # DeepSpeed's own default is true.
     values["timers"] = settings.timers.model_dump()
     if not deepspeed_clips(settings.zero_optimization.stage):

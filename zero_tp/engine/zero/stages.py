@@ -360,6 +360,10 @@ class PartitionedParameters(ZeroEngine):
             span = Span.block(self.topology.data_rank, length, shard_numel, offset)
             yield Fragment(name, span, self.optimizer.fp32_partitioned_groups_flat[group])
 
+    def updated_tensors(self) -> list[list[Tensor]]:
+        # DeepSpeed steps each sub-group by itself.
+        return [[flat] for flat in self.optimizer.fp32_partitioned_groups_flat]
+
     @torch.no_grad()
     def fill_module(self) -> None:
         for fragment in self.states().fragments:

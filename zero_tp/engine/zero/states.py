@@ -65,11 +65,15 @@ class OptimizerStates:
             optimizer = optimizer.optimizer
         self.optimizer = optimizer
 
-    def kinds(self) -> list[str]:
-        """Return `master` and the names of the optimizer states that have as many elements."""
+    def kinds(self, fragment: Fragment | None = None) -> list[str]:
+        """Return `master` and the names of the optimizer states that have as many elements.
+
+        Args:
+            fragment: by default the first. Under Muon the matrices have other states than the rest.
+        """
         if not self.fragments:
             return [MASTER]
-        flat = self.fragments[0].flat
+        flat = (fragment or self.fragments[0]).flat
         state = self.optimizer.state.get(flat, {})
         tensors = {
             key: value for key, value in state.items() if key != "step" and torch.is_tensor(value)
@@ -103,7 +107,7 @@ class OptimizerStates:
         """
         if steps is None:
             return
-        is_torch = type(self.optimizer).__module__.startswith("torch.")
+        is_torch = not type(self.optimizer).__module__.startswith("deepspeed.")
         on_device = any(
             group.get("fused") or group.get("capturable") for group in self.optimizer.param_groups
         )

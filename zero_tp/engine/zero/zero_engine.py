@@ -221,6 +221,10 @@ class ZeroEngine(ABC):
     def fragments(self) -> Iterator[Fragment]:
         """Yield this rank's fragment of each parameter, in the model's order; some may be empty."""
 
+    def updated_tensors(self) -> list[list[Tensor]]:
+        """Return this rank's masters that each call of the optimizer's step updates, in order."""
+        return [list(group["params"]) for group in self.states().optimizer.param_groups]
+
     def checkpoint_slice(self, fragment: Fragment) -> Fragment:
         """Return the part of a fragment that this rank saves; it may be empty."""
         return fragment

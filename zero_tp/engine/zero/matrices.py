@@ -1,0 +1,158 @@
+"""The matrices that Muon orthogonalises, and where their elements lie.
+
+A matrix is a tensor of Hugging Face's files: Q, K and V are three where a file has three, each
+expert has its own, and what a file fuses is one. Our parameters may fuse or stack them, TP cuts the
+parameters, and ZeRO cuts the shards. Llama's gate and up (rows of one parameter), at TP 2:
+
+    parameter      g0 g1 g2 g3 u0 u1 u2 u3
+    shard, rank 1  g2 g3 u2 u3               gate: its rows 0, 1 are the matrix's 2, 3
+                                             up: its rows 2, 3 are the matrix's 2, 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PretrainedConfig
+
+from zero_tp.base.errors import UserError
+from zero_tp.model.architectures import Weight, weights_of
+from zero_tp.parallel.layout import Replicated, layout_of, whole_shape
+from zero_tp.parallel.spans import Span, Spans
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """The rows of a matrix that a TP rank's shard of one parameter has.
+
+    Attributes:
+        rows: between the shard's rows (the whole), of which a stacked parameter has those of all
+            experts, and the matrix's (local).
+        columns: of the matrix.
+    """
+
+    rows: Spans
+    columns: slice
+
+    @property
+    def width(self) -> int:
+        return self.columns.stop - self.columns.start
+
+    @property
+    def height(self) -> int:
+        return sum(span.length for span in self.rows)
+
+    def elements(self) -> Iterator[slice]:
+        """Yield the runs of the flattened shard's elements that the matrix has."""
+        for span in self.rows:
+            yield slice(span.whole.start * self.width, span.whole.stop * self.width)
+
+
+@dataclass(frozen=True)
+class MatrixPart:
+    """What one of our parameters has of a matrix.
+
+    Attributes:
+        parameter: our name.
+        shards: by TP rank. is_replicated: all ranks have the same.
+    """
+
+    parameter: str
+    shards: tuple[ShardRows, ...]
+    is_replicated: bool
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix, in the orientation of our parameters, [out, in].
+
+    Attributes:
+        name: Hugging Face's.
+        shape: [rows, columns] of our orientation.
+        is_transposed: the file has [in, out], whose shape sets the learning rate.
+        parts: of the parameters that it consists of.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    is_transposed: bool
+    parts: tuple[MatrixPart, ...]
+
+    @property
+    def stored_shape(self) -> tuple[int, int]:
+        rows, columns = self.shape
+        return (columns, rows) if self.is_transposed else (rows, columns)
+
+    @property
+    def numel(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+
+def matrices_of(
+    config: PretrainedConfig, parameters: Mapping[str, nn.Parameter], tensor: int
+) -> list[Matrix]:
+    """Return the matrices that these parameters consist of, in the order of the weights' table.
+
+    Args:
+        parameters: by our name.
+        tensor: TP degree.
+
+    Raises:
+        UserError: a file's tensor of which another parameter has a part.
+    """
+    maps: dict[str, dict[str, Spans]] = {}
+    transposed: dict[str, bool] = {}
+    for weight in weights_of(config):
+        if weight.our_name not in parameters:
+            continue
+        for name, rows in _rows_of_matrices(weight, whole_shape(parameters[weight.our_name])):
+            maps.setdefault(name, {})[weight.our_name] = rows
+            transposed[name] = weight.transposed
+    matrices = []
+    for name, by_parameter in maps.items():
+        rows = next(iter(by_parameter.values())).local_length
+        covered = sum(span.length for along in by_parameter.values() for span in along)
+        if covered != rows:
+            raise UserError(
+                f"zero_tp.param_groups: {covered} of the {rows} rows of {name} are in a group of "
+                "Muon; give all of its parameters the same optimizer"
+            )
+        parts = tuple(
+            _part(parameter, parameters[parameter], along, tensor)
+            for parameter, along in by_parameter.items()
+        )
+        columns = whole_shape(parameters[parts[0].parameter])[-1]
+        matrices.append(Matrix(name, (rows, columns), transposed[name], parts))
+    return matrices
+
+
+def _rows_of_matrices(weight: Weight, shape: tuple[int, ...]) -> Iterator[tuple[str, Spans]]:
+    """Yield Hugging Face's name and the map between our parameter's rows and the tensor's.
+
+    Of a stacked parameter [E, o, i], the rows of all experts follow one another.
+    """
+    rows = shape[-2]
+    total = rows * (weight.experts or 1)
+    for expert, matrix in enumerate(weight.matrices()):
+        for name, along in matrix.spans(rows).items():
+            moved = tuple(
+                Span(start + expert * rows, local, length) for start, local, length in along
+            )
+            yield name, Spans(moved, total, along.local_length)
+
+
+def _part(name: str, parameter: nn.Parameter, rows: Spans, tensor: int) -> MatrixPart:
+    layout = layout_of(parameter, name)
+    shape = whole_shape(parameter)
+    shards = []
+    for rank in range(tensor):
+        *stacked, shard_rows, columns = layout.spans(shape, rank, tensor)
+        for experts in stacked:
+            assert len(experts.spans) == 1, f"{name}: experts are split"
+            shard_rows = Spans.concatenate([shard_rows] * experts.local_length)
+        (run,) = columns
+        assert run.length == columns.local_length, f"{name}: padded columns"
+        shards.append(ShardRows(shard_rows.onto(rows), run.whole))
+    return MatrixPart(name, tuple(shards), isinstance(layout, Replicated))
