@@ -214,12 +214,23 @@ def _settings(config: RunConfig, parameters: int) -> Lines:
     rate = optimizer.params.lr
     clip = config.settings.gradient_clipping
     yield "optimizer", f"{optimizer.type}, lr {rate:g}, clip {clip:g}"
+    yield from _parameter_groups(config)
     yield "schedule", _schedule(config)
     tokens, total = (
         "?" if batch.total is None else f"{batch.total * length * number:,}"
         for number in (1, steps)
     )
     yield "steps", f"{steps:,} of {tokens} tokens (sequence length {length:,}): {total} tokens"
+
+
+def _parameter_groups(config: RunConfig) -> Lines:
+    """Describe each group of `zero_tp.param_groups`. The two groups without it are no lines."""
+    for group in config.parameter_groups() if config.zero_tp.param_groups else ():
+        yield (
+            "group",
+            f"{group.selector}: tensors {group.num_tensors:,}, parameters "
+            f"{group.num_parameters:,}, decay {group.weight_decay:g}, lr × {group.lr_scale:g}",
+        )
 
 
 def _schedule(config: RunConfig) -> str:
