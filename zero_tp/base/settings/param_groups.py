@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from zero_tp.base.constants import PARAM_GROUPS_KEY
 from zero_tp.base.errors import shown
 from zero_tp.base.validation import ConfigModel, ErrorCollector, NonNegative, validate
 
@@ -57,8 +58,8 @@ class ParamGroup(ConfigModel):
         return "the rest" if self.kind is None else f"kind {shown(self.kind)}"
 
 
-def parse_param_groups(values: Sequence[Any], key: str = "param_groups") -> list[ParamGroup]:
-    """Return the typed entries of a script's list; entries that are typed stay.
+def parse_param_groups(values: Sequence[Any]) -> list[ParamGroup]:
+    """Return the typed entries of a script's list, which is written as in a run's file.
 
     Raises:
         ConfigErrors: all entries that are wrong by themselves.
@@ -70,7 +71,7 @@ def parse_param_groups(values: Sequence[Any], key: str = "param_groups") -> list
             entries.append(
                 value
                 if isinstance(value, ParamGroup)
-                else validate(ParamGroup, value, f"{key}.{index}")
+                else validate(ParamGroup, value, f"{PARAM_GROUPS_KEY}.{index}")
             )
     collector.raise_all()
     return entries
