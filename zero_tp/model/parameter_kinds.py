@@ -5,8 +5,6 @@ Weight decay, `zero_tp.param_groups` and optimizers that treat matrices apart al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import nn
 
 from zero_tp.base.settings.param_groups import Kind
@@ -31,7 +29,7 @@ DECAYED_KINDS: tuple[Kind, ...] = ("embedding", "output", "router", "matrix")
 """Kinds with weight decay by default; norms, biases and other parameters have none."""
 
 
-def parameter_kinds(model: nn.Module) -> Mapping[str, Kind]:
+def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
     """Return each parameter's kind by its name, in the order of `model.named_parameters()`.
 
         embedding   of words, positions and token types; a tied output layer is the embedding

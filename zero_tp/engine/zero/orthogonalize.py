@@ -48,10 +48,11 @@ class NewtonSchulz:
             x = torch.addmm(x, polynomial, x, beta=a)
         return x.T if is_tall else x
 
-    def flops(self, rows: int, columns: int) -> int:
-        """Return the floating-point operations for a matrix."""
-        short, long = sorted((rows, columns))
-        return self.steps * (2 * short * short * long * 2 + 2 * short**3)
+
+def iteration_flops(rows: int, columns: int) -> int:
+    """Return the floating-point operations of one iteration on a matrix."""
+    short, long = sorted((rows, columns))
+    return 2 * (2 * short * short * long) + 2 * short**3
 
 
 def rate_factor(adjust: AdjustLearningRate | None, rows: int, columns: int) -> float:

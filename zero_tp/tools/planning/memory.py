@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
+from zero_tp.base.settings.optimizer import OptimizerParams
+from zero_tp.base.settings.param_groups import ParamGroup
+from zero_tp.engine.param_groups import divide_parameters
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.model_class import model_class
-from zero_tp.parallel.layout import whole_shape
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning import formulas
@@ -43,15 +45,25 @@ class ModelSize(NamedTuple):
         return self.num_parameters - self.spec.idle_parameters
 
 
-def model_size(config: PretrainedConfig, tensor: int, sequence: bool) -> ModelSize:
-    """Build a model on the meta device and count its parameters."""
+def model_size(
+    config: PretrainedConfig,
+    tensor: int,
+    sequence: bool,
+    param_groups: Sequence[ParamGroup] = (),
+) -> ModelSize:
+    """Build a model on the meta device and count its parameters.
+
+    Args:
+        param_groups: of the run; they decide what DeepSpeed flattens together.
+    """
     spec = architecture_of(config).spec(config)
     # On the meta device weights have shapes and no memory, so a model of any size is counted on a
     # laptop.
     model = model_class(spec)(config, Topology(tensor, sequence, world=tensor), device="meta")
-    sizes = [(parameter.numel(), whole_shape(parameter)) for parameter in model.parameters()]
-    matrices = tuple(size for size, shape in sizes if len(shape) >= 2)
-    vectors = tuple(size for size, shape in sizes if len(shape) < 2)
+    groups = tuple(
+        tuple(model.get_parameter(name).numel() for name in group.names)
+        for group in divide_parameters(model, param_groups, OptimizerParams(lr=0.0))
+    )
     modules: list[tuple[int, ...]] = []
     layers: list[int] = []
     for name, module in model.named_modules():
@@ -64,18 +76,18 @@ def model_size(config: PretrainedConfig, tensor: int, sequence: bool) -> ModelSi
             layers.append(
                 int(parts[2]) if "layers" in parts else spec.layers if is_after_layers else -1
             )
-    num_parameters = sum(math.prod(shape) for _, shape in sizes)
+    num_parameters = model.num_parameters()
     # The last module of an encoder is not its tied output layer.
     tied = bool(config.tie_word_embeddings) and modules[-1] == modules[0]
-    return ModelSize(
-        spec, RankParameters(matrices, vectors, tuple(modules), tuple(layers), tied), num_parameters
-    )
+    parameters = RankParameters(groups, tuple(modules), tuple(layers), tied)
+    return ModelSize(spec, parameters, num_parameters)
 
 
 def run_model_size(config: RunConfig) -> ModelSize:
     """Return the `model_size` of a run's model."""
-    parallel = config.zero_tp.parallel
-    return model_size(config.hf_config(), parallel.tensor, parallel.sequence)
+    block = config.zero_tp
+    parallel = block.parallel
+    return model_size(config.hf_config(), parallel.tensor, parallel.sequence, block.param_groups)
 
 
 @dataclass(frozen=True)

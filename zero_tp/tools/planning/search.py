@@ -147,7 +147,8 @@ class Search:
             if left_over or (sequence and (tensor == 1 or run_workload.length % tensor)):
                 continue
             try:
-                model = model_size(config.hf_config(), tensor, sequence)
+                groups = config.zero_tp.param_groups
+                model = model_size(config.hf_config(), tensor, sequence, groups)
             except UserError:  # heads or MLP do not divide
                 continue
             # Fused attention has no activations that selective recomputation could drop.

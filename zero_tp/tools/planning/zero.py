@@ -39,24 +39,18 @@ class RankParameters:
     """One TP rank's parameters, before ZeRO partitions them.
 
     Attributes:
-        matrices, vectors: elements of each parameter with two or more dimensions, and of the
-            others. They are two groups of the optimizer, because weight decay skips the second;
-            DeepSpeed flattens each group.
+        groups: elements of each parameter, by the optimizer's groups. By default they are two,
+            because weight decay skips norms and biases; DeepSpeed flattens each group.
         modules: elements of each parameter of each module, in forward order. A tied output layer
             repeats those of the embedding.
         layers: for each module the layer's number, -1 before the first layer and L after the last.
         tied: the output layer and the embedding share their weight.
     """
 
-    matrices: tuple[int, ...]
-    vectors: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
     modules: tuple[tuple[int, ...], ...]
     layers: tuple[int, ...]
     tied: bool
-
-    @property
-    def groups(self) -> list[tuple[int, ...]]:
-        return [group for group in (self.matrices, self.vectors) if group]
 
     @cached_property
     def total(self) -> int:
@@ -407,7 +401,8 @@ class ZeroMemory:
             #
             # Which line is the largest depends on the sizes.
             itemsize = self._grad_itemsize
-            offsets = itertools.accumulate(self.parameters.matrices, initial=0)
+            sizes = itertools.chain(*self.parameters.groups)
+            offsets = itertools.accumulate(sizes, initial=0)
             unmoved = itemsize * (
                 total - max(offset for offset in offsets if offset <= self.bucket)
             )
