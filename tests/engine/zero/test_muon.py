@@ -69,7 +69,7 @@ class TorchOptimizers:
         tensors = file_tensors(self.weights, values)
         if self.head_size is None:
             return tensors
-        split = {}
+        split: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             # GPT-2's Conv1D has a head's outputs in columns.
             dim = 1 if "c_attn" in name else 0

@@ -31,6 +31,7 @@ from zero_tp.run.config import ConfigError, RunConfig
 ACTIVATIONS = "activation_checkpointing"
 LENGTHS = {"num_warmup_steps": 1, "num_training_steps": 9}
 SGD: dict[str, Any] = {"optimizer.type": "SGD", "zero_allow_untested_optimizer": True}
+MUON: dict[str, Any] = {"optimizer.type": "Muon", "optimizer.params": {"lr": 0.1}}
 OTHER_VALUES: dict[str, Any] = {
     "gradient_allreduce_op": "sum",
     "zero_optimization.offload_optimizer.ratio": 0.5,
@@ -75,6 +76,8 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
     {**SGD, "optimizer.params": {"lr": 0.1, "nesterov": True}},
     {"optimizer.params": {"lr": 0.1, "foreach": True, "fused": True}},
+    {**MUON, "zero_optimization.offload_optimizer": {"device": "cpu"}},
+    {**MUON, "optimizer.params": {"lr": 0.0, "adamw": {"lr": 0.1}}},
     {"scheduler": {"type": "linear", "params": {"num_warmup_steps": 10, "num_training_steps": 9}}},
     {
         "scheduler": {

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
-from zero_tp.base.settings.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS
+from zero_tp.base.settings.optimizer import ELEMENTWISE, REFUSED_OPTIMIZERS
 from zero_tp.base.settings.param_groups import ParamGroup
 from zero_tp.base.settings.schema import Parallel
 from zero_tp.engine.guards import check_hooks, check_replicas
@@ -39,7 +39,7 @@ from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.parallel.layout import audit
 from zero_tp.parallel.topology import Topology
 
-TRAINABLE_OPTIMIZERS = {*OPTIMIZERS, "FusedAdam", "DeepSpeedCPUAdam"}
+TRAINABLE_OPTIMIZERS = {*ELEMENTWISE, "FusedAdam", "DeepSpeedCPUAdam"}
 """Classes of optimizers that were compared with the plain model: they update a shard as they
 update the tensor.
 """
@@ -262,7 +262,7 @@ def _sharded_optimizer(
             )
         raise UserError(
             f"optimizer {name} of {library} is refused: {reason}; use one of "
-            f"{', '.join(OPTIMIZERS)}, such as "
+            f"{', '.join(ELEMENTWISE)}, such as "
             'optim="adamw_torch"'
         )
     offloaded = settings.zero_optimization.optimizer_device != "none"
