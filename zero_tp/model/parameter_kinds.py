@@ -30,17 +30,10 @@ DECAYED_KINDS: tuple[Kind, ...] = ("embedding", "output", "router", "matrix")
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
-    """Return each parameter's kind by its name, in the order of `model.named_parameters()`.
+    """Return each parameter's kind (`KIND_MEANINGS`) by its name, as `model.named_parameters()`.
 
-        embedding   of words, positions and token types; a tied output layer is the embedding
-        output      the untied output layer; BERT's classifier of sentence order
-        norm        weights and biases of norms, those of Q and K too
-        bias        every other bias
-        router      routers of experts; the gate of a shared expert, one row
-        matrix      of layers and of BERT's dense heads [out, in]; experts' [E, out, in]
-        other       whatever a part makes by itself that is none of these
-
-    It holds at every ZeRO stage, because it reads modules and not shapes.
+    A tied weight has its first name, the embedding's. Kinds hold at every ZeRO stage, because they
+    follow from modules and not from shapes.
     """
     classifiers = {
         id(module.classifier) for module in model.modules() if isinstance(module, SentenceHead)

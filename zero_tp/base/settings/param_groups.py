@@ -13,7 +13,18 @@ from zero_tp.base.errors import shown
 from zero_tp.base.validation import ConfigModel, ErrorCollector, NonNegative, validate
 
 Kind = Literal["embedding", "output", "norm", "bias", "router", "matrix", "other"]
-"""What a parameter is for: `model/parameter_kinds.py` has the meanings."""
+"""What a parameter is for; `model/parameter_kinds.py` finds it."""
+KIND_MEANINGS: dict[Kind, str] = {
+    "embedding": "embeddings of words, positions and token types; a tied output layer is the "
+    "embedding",
+    "output": "an untied output layer; BERT's classifier of sentence order",
+    "norm": "weights and biases of norms, those of Q and K too",
+    "bias": "every other bias",
+    "router": "routers of experts; a shared expert's gate, which is one row",
+    "matrix": "matrices of layers, experts and BERT's dense heads",
+    "other": "what a part makes that is none of these, such as a convolution or an activation's "
+    "parameter",
+}
 
 
 def _compiles(pattern: str) -> str:

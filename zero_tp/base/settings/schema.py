@@ -297,7 +297,7 @@ class ZeroTP(ConfigModel):
     param_groups: list[ParamGroup] = Field(
         [],
         description="Parameters with a weight decay or a factor of the learning rate of their own; "
-        "the first group that matches counts: [training.md](training.md#parameter-groups).",
+        "the first group that matches counts: [config.md](config.md#param_groups).",
     )
     compile: bool | Literal["auto"] = Field(
         "auto",

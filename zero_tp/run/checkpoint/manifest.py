@@ -247,7 +247,11 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
             **optimizer,
             "params": {key: params[key] for key in params if key not in IMPLEMENTATION},
         },
-        PARAM_GROUPS_KEY: [group.model_dump() for group in block.param_groups],
+        # By number, so that a difference is named with its entry.
+        PARAM_GROUPS_KEY: {
+            str(index): group.model_dump(exclude_none=True)
+            for index, group in enumerate(block.param_groups)
+        },
         **({} if block.masked is None else {"zero_tp.objective": block.masked.model_dump()}),
     }
 
@@ -322,7 +326,7 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
     check_saved_by_run(checkpoint, manifest)
     train = config.zero_tp.data.train
     # Checkpoints of versions without the key have no groups.
-    fixed = {PARAM_GROUPS_KEY: [], **manifest.fixed}
+    fixed = {PARAM_GROUPS_KEY: {}, **manifest.fixed}
     for key, value in fixed_settings(config).items():
         if key not in fixed:
             raise UserError(

@@ -110,7 +110,7 @@ class TensorParallel(Base):
                 zero_tp model, which has its topology already.
             tensor_parallel: TP degree for a transformers model.
             sequence_parallel: also use SP.
-            param_groups: as `zero_tp.param_groups` of a run's file; by default Trainer's own groups.
+            param_groups: as in `zero_tp.param_groups`; by default those of Trainer.
 
         Raises:
             UserError: no DeepSpeed config; frozen parameters; an argument that is not exact here;
