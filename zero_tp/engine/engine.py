@@ -472,4 +472,5 @@ def trainable_of(
     return MatrixOptimizer(
         [group for group in groups if group["params"]],
         torch.float32 if dtype == torch.float32 else torch.bfloat16,
+        per_head=params.per_head,
     )

@@ -111,6 +111,7 @@ class Muon(OptimizerParams):
     ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
     eps: Annotated[float, Field(gt=0, lt=1)] = 1e-7
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    per_head: bool = False
     adamw: MuonAdamW = Field(default_factory=MuonAdamW)
 
 

@@ -11,16 +11,19 @@ parameters, and ZeRO cuts the shards. Llama's gate and up (rows of one parameter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from transformers import PretrainedConfig
 
 from zero_tp.base.errors import UserError
-from zero_tp.model.architectures import Weight, weights_of
+from zero_tp.model.architectures import Weight, architecture_of, weights_of
 from zero_tp.parallel.layout import Replicated, layout_of, whole_shape
 from zero_tp.parallel.spans import Span, Spans
+
+QKV = ".attention.qkv."
 
 
 @dataclass(frozen=True)
@@ -91,17 +94,23 @@ class Matrix:
 
 
 def matrices_of(
-    config: PretrainedConfig, parameters: Mapping[str, nn.Parameter], tensor: int
+    config: PretrainedConfig,
+    parameters: Mapping[str, nn.Parameter],
+    tensor: int,
+    *,
+    per_head: bool = False,
 ) -> list[Matrix]:
     """Return the matrices that these parameters consist of, in the order of the weights' table.
 
     Args:
         parameters: by our name.
         tensor: TP degree.
+        per_head: of Q, K and V each head is a matrix.
 
     Raises:
         UserError: a file's tensor of which another parameter has a part.
     """
+    head_size = architecture_of(config).spec(config).head_size
     maps: dict[str, dict[str, Spans]] = {}
     transposed: dict[str, bool] = {}
     for weight in weights_of(config):
@@ -110,13 +119,13 @@ def matrices_of(
         for name, rows in _rows_of_matrices(weight, whole_shape(parameters[weight.our_name])):
             maps.setdefault(name, {})[weight.our_name] = rows
             transposed[name] = weight.transposed
-    matrices = []
+    matrices = list[Matrix]()
     for name, by_parameter in maps.items():
-        rows = next(iter(by_parameter.values())).local_length
-        covered = sum(span.length for along in by_parameter.values() for span in along)
-        if covered != rows:
+        height = next(along.local_length for along in by_parameter.values())
+        covered = sum(part.length for along in by_parameter.values() for part in along)
+        if covered != height:
             raise UserError(
-                f"zero_tp.param_groups: {covered} of the {rows} rows of {name} are in a group of "
+                f"zero_tp.param_groups: {covered} of the {height} rows of {name} are in a group of "
                 "Muon; give all of its parameters the same optimizer"
             )
         parts = tuple(
@@ -124,8 +133,25 @@ def matrices_of(
             for parameter, along in by_parameter.items()
         )
         columns = whole_shape(parameters[parts[0].parameter])[-1]
-        matrices.append(Matrix(name, (rows, columns), transposed[name], parts))
+        matrix = Matrix(name, (height, columns), transposed[name], parts)
+        is_qkv = all(QKV in part.parameter for part in parts)
+        matrices += heads_of(matrix, head_size) if per_head and is_qkv else [matrix]
     return matrices
+
+
+def heads_of(matrix: Matrix, size: int) -> Iterator[Matrix]:
+    """Yield each run of `size` rows as a matrix: a head's Q, K or V."""
+    for start in range(0, matrix.shape[0], size):
+        head = slice(start, start + size)
+        parts = tuple(
+            replace(
+                part,
+                shards=tuple(replace(shard, rows=shard.rows.narrow(head)) for shard in part.shards),
+            )
+            for part in matrix.parts
+        )
+        name = f"{matrix.name}, rows {start} to {head.stop - 1}"
+        yield Matrix(name, (size, matrix.shape[1]), matrix.is_transposed, parts)
 
 
 def _rows_of_matrices(weight: Weight, shape: tuple[int, ...]) -> Iterator[tuple[str, Spans]]:
@@ -148,10 +174,9 @@ def _part(name: str, parameter: nn.Parameter, rows: Spans, tensor: int) -> Matri
     shape = whole_shape(parameter)
     shards = []
     for rank in range(tensor):
-        *stacked, shard_rows, columns = layout.spans(shape, rank, tensor)
-        for experts in stacked:
-            assert len(experts.spans) == 1, f"{name}: experts are split"
-            shard_rows = Spans.concatenate([shard_rows] * experts.local_length)
+        *experts, of_one, columns = layout.spans(shape, rank, tensor)
+        # Experts are whole on each rank, one after the other.
+        shard_rows = Spans.concatenate([of_one] * math.prod(e.local_length for e in experts))
         (run,) = columns
         assert run.length == columns.local_length, f"{name}: padded columns"
         shards.append(ShardRows(shard_rows.onto(rows), run.whole))

@@ -168,6 +168,9 @@ class MatrixExchange:
         owner = self.owners[number]
         holdings = []
         for part in self.matrices[number].parts:
+            shard = part.shards[rank % tensor]
+            if not shard.height:
+                continue  # another TP rank's head
             spans = self._fragments[part.parameter]
             # Of replicas that each have the whole shard, the owner's own is the nearest.
             is_source = (
@@ -176,9 +179,7 @@ class MatrixExchange:
             if part.is_replicated:
                 is_source = is_source and rank % tensor == owner % tensor
             runs = tuple(
-                run
-                for elements in part.shards[rank % tensor].elements()
-                for run in _common(elements, spans[rank])
+                run for elements in shard.elements() for run in _common(elements, spans[rank])
             )
             holdings.append(Holding(part, rank % tensor, runs, is_source))
         return holdings
@@ -315,4 +316,5 @@ def _flatten(matrix: Matrix, whole: Tensor) -> dict[tuple[str, int], Tensor]:
         )
         for part in matrix.parts
         for tensor_rank, shard in enumerate(part.shards)
+        if shard.height
     }

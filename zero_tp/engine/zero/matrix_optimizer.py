@@ -13,7 +13,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,11 @@ from zero_tp.base.errors import UserError
 from zero_tp.engine.zero.matrices import Matrix, matrices_of
 from zero_tp.engine.zero.matrix_exchange import MatrixExchange
 from zero_tp.engine.zero.orthogonalize import NewtonSchulz, rate_factor
-from zero_tp.engine.zero.states import Fragment
 from zero_tp.parallel.spans import Span
 from zero_tp.parallel.topology import Topology
 
 if TYPE_CHECKING:
+    from zero_tp.engine.zero.states import Fragment
     from zero_tp.engine.zero.zero_engine import ZeroEngine
     from zero_tp.model.parallel_model import ParallelModel
 
@@ -58,12 +58,16 @@ class MatrixOptimizer(torch.optim.AdamW):
         groups: of parameters. Muon's have lr, weight_decay, momentum, nesterov, ns_steps,
             ns_coefficients, eps and adjust_lr_fn, as `torch.optim.Muon` has; others AdamW's.
         dtype: of the products of Newton-Schulz.
+        per_head: each head's Q, K and V are matrices.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], dtype: torch.dtype):
+    STATES = (MOMENTUM, "exp_avg", "exp_avg_sq")
+
+    def __init__(self, groups: Iterable[dict[str, Any]], dtype: torch.dtype, *, per_head: bool):
         groups = list(groups)
         super().__init__(groups, fused=True)
         self._dtype = dtype
+        self._per_head = per_head
         # DeepSpeed replaces the parameters of groups by its masters.
         self._matrices = {
             id(parameter)
@@ -97,7 +101,9 @@ class MatrixOptimizer(torch.optim.AdamW):
             {name: (numbers[id(each.flat)], each.span) for name, each in own.items()}, topology
         )
         by_call: dict[int, list[Matrix]] = {}
-        for matrix in matrices_of(model.config, parameters, topology.tensor):
+        for matrix in matrices_of(
+            model.config, parameters, topology.tensor, per_head=self._per_head
+        ):
             found = {calls[part.parameter] for part in matrix.parts}
             if len(found) > 1:
                 raise UserError(
@@ -118,8 +124,16 @@ class MatrixOptimizer(torch.optim.AdamW):
             # A rank joins the exchange also where it has no element.
             self._units |= {id(tensor): unit for tensor in updated[number]}
 
+    def is_matrix(self, flat: Tensor) -> bool:
+        """Return whether Muon updates these masters, once the optimizer is bound."""
+        return self._units is not None and id(flat) in self._units
+
+    def state_names(self, flat: Tensor) -> tuple[str, ...]:
+        """Return the names of the states that belong to these masters, of as many elements."""
+        return self.STATES[:1] if self.is_matrix(flat) else self.STATES[1:]
+
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters of the groups. Collective over all ranks."""
         if self._units is None:
             return

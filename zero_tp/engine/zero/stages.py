@@ -160,7 +160,7 @@ class UnpartitionedStates(ZeroEngine):
         states = self.states()
         for kind in states.kinds():
             for fragment in states.fragments:
-                if kind != MASTER or self._has_fp32_masters:
+                if states.has(fragment, kind) and (kind != MASTER or self._has_fp32_masters):
                     yield f"{fragment.name} ({kind})", states.get(fragment, kind)
 
     def fragments(self) -> Iterator[Fragment]:

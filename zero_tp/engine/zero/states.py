@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_tp.engine.zero.matrix_optimizer import MatrixOptimizer
 from zero_tp.parallel.spans import Span
 
 MASTER = "master"
@@ -65,21 +66,31 @@ class OptimizerStates:
             optimizer = optimizer.optimizer
         self.optimizer = optimizer
 
-    def kinds(self, fragment: Fragment | None = None) -> list[str]:
-        """Return `master` and the names of the optimizer states that have as many elements.
-
-        Args:
-            fragment: by default the first. Under Muon the matrices have other states than the rest.
+    def kinds(self) -> list[str]:
+        """Return `master` and the names of the optimizer's states of as many elements, equal on all
+        ranks.
         """
+        optimizer = self.optimizer
+        if isinstance(optimizer, MatrixOptimizer):
+            return [MASTER, *(optimizer.STATES if optimizer.state else ())]
         if not self.fragments:
             return [MASTER]
-        flat = (fragment or self.fragments[0]).flat
-        state = self.optimizer.state.get(flat, {})
+        flat = self.fragments[0].flat
+        state = optimizer.state.get(flat, {})
         tensors = {
             key: value for key, value in state.items() if key != "step" and torch.is_tensor(value)
         }
         # Other tensors, such as a scalar, belong to no element and cannot be cut into fragments.
         return [MASTER, *(key for key, value in tensors.items() if value.numel() == flat.numel())]
+
+    def has(self, fragment: Fragment, kind: str) -> bool:
+        """Return whether a fragment has this one of `kinds`: matrices under Muon have no moments of
+        Adam, and the rest no momentum.
+        """
+        optimizer = self.optimizer
+        if not isinstance(optimizer, MatrixOptimizer):
+            return True
+        return kind == MASTER or kind in optimizer.state_names(fragment.flat)
 
     def get(self, fragment: Fragment, kind: str) -> Tensor:
         """Return a view of its master or state, fp32 [span.length]; a new state is zeros."""
@@ -113,6 +124,8 @@ class OptimizerStates:
         )
         # Under ZeRO several fragments share a flat tensor, whose count is set once.
         for flat in {id(fragment.flat): fragment.flat for fragment in self.fragments}.values():
+            if isinstance(self.optimizer, MatrixOptimizer) and self.optimizer.is_matrix(flat):
+                continue  # Muon counts no steps
             device = flat.device if on_device else "cpu"
             count = torch.tensor(float(steps), device=device) if is_torch else steps
             self.optimizer.state[flat]["step"] = count

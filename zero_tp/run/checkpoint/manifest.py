@@ -127,7 +127,8 @@ class Manifest(ConfigModel):
     Attributes:
         tensor … dtype: see `Parallelism`.
         model, generation: Hugging Face's configs.
-        kinds: names of each parameter's tensors: the master and the optimizer's states.
+        kinds: names of the parameters' tensors: the master and the optimizer's states. Under Muon
+            a parameter has those of its own kind only.
         fixed, corpora: the keys and corpora that no resume may change (see `fixed_settings`).
         tokenizer, tokenizer_from_run: the tokenizer's hub name, or its path and the path relative
             to the run.

@@ -348,7 +348,7 @@ def own_entries(zero: ZeroEngine) -> tuple[list[Entry], dict[str, str]]:
         if not own.span.length:
             continue
         starts[own.name] = own.span.whole_start
-        for kind in kinds:
+        for kind in (kind for kind in kinds if states.has(own, kind)):
             read = partial(states.get, own, kind)
             # A fragment is flat: under ZeRO it may begin inside a row. The parameter's shape stands
             # in the manifest.

@@ -303,7 +303,12 @@ def _read_states(
     topology = zero.topology
     # All kinds of one parameter after each other: its maps are cached, and in the file its tensors
     # follow each other.
-    pieces = [(fragment, kind) for fragment in states.fragments for kind in manifest.kinds]
+    pieces = [
+        (fragment, kind)
+        for fragment in states.fragments
+        for kind in manifest.kinds
+        if states.has(fragment, kind)
+    ]
     disable = None if topology.rank == 0 else True
     for fragment, kind in tqdm(pieces, "resuming", unit="tensor", disable=disable, leave=False):
         shard = (wanted[fragment.name], topology.tensor_rank, topology.tensor)
