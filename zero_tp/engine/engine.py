@@ -27,13 +27,14 @@ from zero_tp.engine.settings.rule import EntryPoint
 from zero_tp.engine.zero.build_lock import report_build_locks
 from zero_tp.engine.zero.matrix_optimizer import MatrixOptimizer
 from zero_tp.engine.zero.ops import check_nvme, disable_shared_memory_collectives
+from zero_tp.engine.zero.orthogonalize import products_dtype
 from zero_tp.engine.zero.stages import engine_of_stage
 from zero_tp.engine.zero.states import local_shape
 from zero_tp.engine.zero.veto import StepVeto
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.model_class import model_class as default_model_class
 from zero_tp.model.parallel_model import ParallelModel
-from zero_tp.model.parameter_kinds import DECAYED_KINDS, parameter_kinds
+from zero_tp.model.parameter_kinds import divide_for_muon, parameter_kinds
 from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import compile_elementwise, is_compiled
@@ -451,7 +452,6 @@ def trainable_of(
     params = optimizer.params
     if not isinstance(params, Muon):
         return parameter_groups(model, params.weight_decay)
-    kinds = parameter_kinds(model)
     adamw = params.adamw
     rate = params.lr if adamw.lr is None else adamw.lr
     decay = params.weight_decay if adamw.weight_decay is None else adamw.weight_decay
@@ -460,17 +460,14 @@ def trainable_of(
         for name in ("lr", "weight_decay", "momentum", "nesterov", "ns_steps")
     } | {name: getattr(params, name) for name in ("ns_coefficients", "eps", "adjust_lr_fn")}
     rest = {"lr": rate, "betas": adamw.betas, "eps": adamw.eps}
-    chosen: list[list[nn.Parameter]] = [[], [], []]
-    for name, parameter in model.named_parameters():
-        kind = kinds[name]
-        chosen[0 if kind == "matrix" else 1 if kind in DECAYED_KINDS else 2].append(parameter)
+    options = (matrices, rest | {"weight_decay": decay}, rest | {"weight_decay": 0.0})
+    names = divide_for_muon(parameter_kinds(model))
     groups = [
-        {"params": chosen[0], **matrices},
-        {"params": chosen[1], **rest, "weight_decay": decay},
-        {"params": chosen[2], **rest, "weight_decay": 0.0},
+        {"params": [model.get_parameter(name) for name in members], **own}
+        for members, own in zip(names, options, strict=True)
     ]
     return MatrixOptimizer(
         [group for group in groups if group["params"]],
-        torch.float32 if dtype == torch.float32 else torch.bfloat16,
+        products_dtype(dtype == torch.float32),
         per_head=params.per_head,
     )

@@ -56,6 +56,16 @@ def parameter_kinds(model: nn.Module) -> Mapping[str, Kind]:
     return kinds
 
 
+def divide_for_muon(kinds: Mapping[str, Kind]) -> list[list[str]]:
+    """Return the names of the matrices, of the other parameters with weight decay, and of those
+    without: the groups of Muon's optimizer.
+    """
+    groups: list[list[str]] = [[], [], []]
+    for name, kind in kinds.items():
+        groups[0 if kind == "matrix" else 1 if kind in DECAYED_KINDS else 2].append(name)
+    return groups
+
+
 def _kind(module: nn.Module, leaf: str) -> Kind:
     """Return the kind of a module's own parameter `leaf`."""
     if isinstance(module, (*NORMS.values(), SplitRMSNorm)):

@@ -146,7 +146,7 @@ def test_model_states_are_the_papers_and_padding(stage: int) -> None:
         0: 0,
         1: 4 * WORLD,
         2: 4 * WORLD,
-        3: WORLD * (len(parameters.matrices) + len(parameters.vectors)),
+        3: WORLD * sum(map(len, parameters.groups)),
     }[stage]
     own = padded / WORLD
     assert 0 <= states.optimizer - papers["optimizer"] <= 12 * own
@@ -213,7 +213,7 @@ def test_the_parameter_that_fills_a_sub_group_belongs_to_it() -> None:
         "zero_tp.parallel.tensor=1",
     ]
     settings = replace(ZeroSettings.of(load(overrides), cpu=False), data=1)
-    parameters = RankParameters((6, 6, 6), (2,), ((6,), (6,), (6,), (2,)), (0, 0, 0, 0), False)
+    parameters = RankParameters(((6, 6, 6), (2,)), ((6,), (6,), (6,), (2,)), (0, 0, 0, 0), False)
     memory = ZeroMemory(parameters, settings)
     assert memory.in_grad_conversion().gradients - memory.states.gradients == 4 * (6 + 6), (
         "the update's fp32 gradients"

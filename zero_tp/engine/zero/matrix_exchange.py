@@ -26,7 +26,7 @@ from zero_tp.parallel.spans import Span
 from zero_tp.parallel.topology import Topology
 
 ROUND_ELEMENTS = 2**26
-"""The most elements that an owner receives, or returns, in one round, unless one matrix has more."""
+"""The most elements that an owner receives or returns in a round, unless one matrix has more."""
 
 FragmentsOf = Mapping[str, Sequence[Span]]
 """Our parameter → by global rank, the span of the flattened TP shard that the rank has."""

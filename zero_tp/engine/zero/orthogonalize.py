@@ -54,6 +54,11 @@ class NewtonSchulz:
         return self.steps * (2 * short * short * long * 2 + 2 * short**3)
 
 
+def products_dtype(is_fp32: bool) -> torch.dtype:
+    """Return the dtype of the products in fp32 runs and in 16-bit runs."""
+    return torch.float32 if is_fp32 else torch.bfloat16
+
+
 def rate_factor(adjust: AdjustLearningRate | None, rows: int, columns: int) -> float:
     """Return the factor of the learning rate for a matrix as it is stored.
 

@@ -9,14 +9,19 @@ from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
+from zero_tp.base.settings.optimizer import Muon
+from zero_tp.engine.zero.matrices import matrices_of
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.model_class import model_class
+from zero_tp.model.parallel_model import ParallelModel
+from zero_tp.model.parameter_kinds import divide_for_muon, parameter_kinds
 from zero_tp.parallel.layout import whole_shape
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning import formulas
 from zero_tp.tools.planning.dryrun import dry_run
+from zero_tp.tools.planning.matrix_update import MatrixGroup
 from zero_tp.tools.planning.plan_settings import Workload, ZeroSettings, workload_of
 from zero_tp.tools.planning.tracking import MemorySample
 from zero_tp.tools.planning.zero import RankParameters, StateBytes, ZeroMemory
@@ -43,15 +48,32 @@ class ModelSize(NamedTuple):
         return self.num_parameters - self.spec.idle_parameters
 
 
-def model_size(config: PretrainedConfig, tensor: int, sequence: bool) -> ModelSize:
-    """Build a model on the meta device and count its parameters."""
+def model_size(
+    config: PretrainedConfig, tensor: int, sequence: bool, muon: Muon | None = None
+) -> ModelSize:
+    """Build a model on the meta device and count its parameters.
+
+    Args:
+        muon: of the run, if it is the optimizer: it has groups of its own.
+    """
     spec = architecture_of(config).spec(config)
     # On the meta device weights have shapes and no memory, so a model of any size is counted on a
     # laptop.
     model = model_class(spec)(config, Topology(tensor, sequence, world=tensor), device="meta")
-    sizes = [(parameter.numel(), whole_shape(parameter)) for parameter in model.parameters()]
-    matrices = tuple(size for size, shape in sizes if len(shape) >= 2)
-    vectors = tuple(size for size, shape in sizes if len(shape) < 2)
+    shapes = {name: whole_shape(parameter) for name, parameter in model.named_parameters()}
+    by_muon: tuple[MatrixGroup | None, ...] = ()
+    if muon is None:
+        names = [
+            [name for name, shape in shapes.items() if len(shape) >= 2],
+            [name for name, shape in shapes.items() if len(shape) < 2],
+        ]
+    else:
+        matrices, *rest = divide_for_muon(parameter_kinds(model))
+        names = [matrices, *filter(None, rest)]
+        by_muon = (_matrix_group(model, matrices, muon), *[None] * (len(names) - 1))
+    groups = tuple(
+        tuple(model.get_parameter(name).numel() for name in members) for members in names if members
+    )
     modules: list[tuple[int, ...]] = []
     layers: list[int] = []
     for name, module in model.named_modules():
@@ -64,18 +86,32 @@ def model_size(config: PretrainedConfig, tensor: int, sequence: bool) -> ModelSi
             layers.append(
                 int(parts[2]) if "layers" in parts else spec.layers if is_after_layers else -1
             )
-    num_parameters = sum(math.prod(shape) for _, shape in sizes)
+    num_parameters = sum(map(math.prod, shapes.values()))
     # The last module of an encoder is not its tied output layer.
     tied = bool(config.tie_word_embeddings) and modules[-1] == modules[0]
-    return ModelSize(
-        spec, RankParameters(matrices, vectors, tuple(modules), tuple(layers), tied), num_parameters
-    )
+    parameters = RankParameters(groups, tuple(modules), tuple(layers), tied, by_muon)
+    return ModelSize(spec, parameters, num_parameters)
+
+
+def _matrix_group(model: ParallelModel, names: list[str], muon: Muon) -> MatrixGroup:
+    parameters = {name: model.get_parameter(name) for name in names}
+    tensor = model.topology.tensor
+    matrices = matrices_of(model.config, parameters, tensor, per_head=muon.per_head)
+    sizes = tuple(parameter.numel() for parameter in parameters.values())
+    return MatrixGroup(tuple(names), sizes, tuple(matrices), tensor)
+
+
+def muon_of(config: RunConfig) -> Muon | None:
+    """Return Muon's arguments, if it is the run's optimizer."""
+    optimizer = config.settings.optimizer
+    params = None if optimizer is None else optimizer.params
+    return params if isinstance(params, Muon) else None
 
 
 def run_model_size(config: RunConfig) -> ModelSize:
     """Return the `model_size` of a run's model."""
     parallel = config.zero_tp.parallel
-    return model_size(config.hf_config(), parallel.tensor, parallel.sequence)
+    return model_size(config.hf_config(), parallel.tensor, parallel.sequence, muon_of(config))
 
 
 @dataclass(frozen=True)
