@@ -63,7 +63,8 @@ def first_step(memory: RankMemory) -> list[Point]:
     """Return the points of a new run's first step: the optimizer allocates its moments in its
     update.
     """
-    before = replace(memory.zero, settings=replace(memory.zero.settings, moments=0))
+    settings = replace(memory.zero.settings, moments=0, matrix_moments=0)
+    before = replace(memory.zero, settings=settings)
     return [*replace(memory, zero=before).points[:-2], *memory.points[-2:]]
 
 

@@ -17,6 +17,7 @@ import os
 import sys
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -28,10 +29,73 @@ from benchmarks.papers.steps import first_step
 from tests.support.plan_configs import BASE, FILE
 from tests.support.settings import engine_of
 from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
+from zero_tp.engine.zero import matrix_optimizer
+from zero_tp.engine.zero.matrix_optimizer import MatrixOptimizer
 from zero_tp.engine.zero.ops import disable_shared_memory_collectives
+from zero_tp.engine.zero.zero_engine import ZeroEngine
+from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.parallel.parameter import SeededInit
+from zero_tp.parallel.spans import Span
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning.memory import rank_memory
+
+BIND = MatrixOptimizer.bind
+
+
+def bind_alone(optimizer: MatrixOptimizer, model: ParallelModel, zero: ZeroEngine) -> None:
+    """Bind an optimizer in a world whose other ranks do not answer: their fragments are computed
+    from the sizes of DeepSpeed's groups and partitions.
+    """
+    topology = zero.topology
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    spans: dict[str, list[Span]] = {}
+    calls: dict[str, int] = {}
+
+    def add(parameter: Any, call: int, by_replica: list[Span]) -> None:
+        name = names[id(parameter)]
+        spans[name] = [span for span in by_replica for _ in range(topology.tensor)]
+        calls[name] = call
+
+    replicas = range(topology.data)
+    stage = zero.settings.stage
+    if stage == 0:
+        for name, tensors in ((each.name, each.span) for each in zero.fragments()):
+            add(model.get_parameter(name), 0, [tensors] * topology.data)
+        numbers = {
+            id(flat): call for call, flats in enumerate(zero.updated_tensors()) for flat in flats
+        }
+        calls.update({each.name: numbers[id(each.flat)] for each in zero.fragments()})
+    elif stage == 3:
+        for parameter in model.parameters():
+            call, _, length = zero.optimizer.grad_position[zero.optimizer.get_param_id(parameter)]
+            numel = parameter.ds_numel  # type: ignore[attr-defined]
+            add(parameter, call, [Span.block(replica, length, numel) for replica in replicas])
+    else:
+        for call, parameters in enumerate(zero.optimizer.bit16_groups):
+            length = zero.optimizer.single_partition_of_fp32_groups[call].numel()
+            offset = 0
+            for parameter in parameters:
+                end = offset + parameter.numel()
+                bounds = [
+                    (max(offset, replica * length), min(end, (replica + 1) * length))
+                    for replica in replicas
+                ]
+                add(
+                    parameter,
+                    call,
+                    [
+                        Span(begin - offset, begin % length, stop - begin)
+                        if begin < stop
+                        else Span(0, 0, 0)
+                        for begin, stop in bounds
+                    ],
+                )
+                offset = end
+    for own in zero.fragments():
+        ours = spans[own.name][topology.rank]
+        assert (ours.whole_start, ours.length) == (own.span.whole_start, own.span.length)
+    with patch.object(matrix_optimizer, "_gather", lambda *_: (spans, calls)):
+        BIND(optimizer, model, zero)
 
 
 def tensors_alive() -> list[torch.Tensor]:
@@ -130,6 +194,7 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     disable_shared_memory_collectives()
     deepspeed.init_distributed("fake", verbose=False)
+    MatrixOptimizer.bind = bind_alone  # type: ignore[method-assign]
     for overrides in json.load(sys.stdin):
         print("RESULT", json.dumps(measure(overrides, world)), flush=True)
     dist.destroy_process_group()

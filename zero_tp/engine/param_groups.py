@@ -20,6 +20,7 @@ from zero_tp.base.errors import ConfigError, shown
 from zero_tp.base.settings.optimizer import Muon, Optimizer, OptimizerParams
 from zero_tp.base.settings.param_groups import Kind, ParamGroup
 from zero_tp.engine.zero.matrix_optimizer import MatrixOptimizer
+from zero_tp.engine.zero.orthogonalize import products_dtype
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.model_class import model_class
 from zero_tp.model.parallel_model import ParallelModel
@@ -225,6 +226,5 @@ def trainable_of(
     groups = optimizer_groups(model, entries, params)
     if not isinstance(params, Muon):
         return groups
-    # As torch's Muon, which rounds what it orthogonalises to bf16, but for runs in fp32.
-    products = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    products = products_dtype(dtype == torch.float32)
     return MatrixOptimizer(groups, products, per_head=params.per_head)

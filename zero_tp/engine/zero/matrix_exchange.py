@@ -26,7 +26,7 @@ from zero_tp.parallel.spans import Span
 from zero_tp.parallel.topology import Topology
 
 ROUND_ELEMENTS = 2**26
-"""The most elements that an owner receives in one round, unless one matrix has more."""
+"""The most elements that an owner receives or returns in a round, unless one matrix has more."""
 
 FragmentsOf = Mapping[str, Sequence[Span]]
 """Our parameter → by global rank, the span of the flattened TP shard that the rank has."""
@@ -104,6 +104,18 @@ class Round:
     own: list[list[tuple[int, Holding]]]
     owned: dict[int, list[list[Holding]]]
 
+    def received(self, topology: Topology) -> list[int]:
+        """Return the elements of this rank's matrices that it receives from each rank."""
+        return [
+            sum(
+                holding.numel
+                for holdings in self.owned.values()
+                for holding in holdings[source]
+                if holding.is_source
+            )
+            for source in range(topology.world)
+        ]
+
 
 class MatrixExchange:
     """Sends the matrices of one optimizer step to their owners and the results back.
@@ -125,7 +137,11 @@ class MatrixExchange:
         self.owners = assign_owners(costs, topology.world)
         self._topology = topology
         self._fragments = fragments
-        sizes = [matrix.numel for matrix in matrices]
+        # Without ZeRO an owner returns the whole matrix to each replica.
+        sizes = [
+            matrix.numel * (topology.data if self._is_copied(matrix.parts[0], 0) else 1)
+            for matrix in matrices
+        ]
         self._rounds = [
             self._round(numbers) for numbers in rounds_of(sizes, self.owners, topology.world)
         ]
@@ -141,6 +157,11 @@ class MatrixExchange:
                 owned[number] = [self._holdings(number, rank) for rank in ranks]
         return Round(own, owned)
 
+    def _is_copied(self, part: MatrixPart, tensor_rank: int) -> bool:
+        """Return whether every replica has the whole shard, as without ZeRO."""
+        replicas = self._fragments[part.parameter][tensor_rank :: self._topology.tensor]
+        return len(replicas) > 1 and len(set(replicas)) == 1
+
     def _holdings(self, number: int, rank: int) -> list[Holding]:
         """Return what a rank has of each part of a matrix."""
         tensor = self._topology.tensor
@@ -151,10 +172,10 @@ class MatrixExchange:
             if not shard.height:
                 continue  # another TP rank's head
             spans = self._fragments[part.parameter]
-            replicas = spans[rank % tensor :: tensor]
-            # Without ZeRO every replica has the whole shard. The owner's own is the nearest.
-            is_copied = len(replicas) > 1 and len(set(replicas)) == 1
-            is_source = not is_copied or rank // tensor == owner // tensor
+            # Of replicas that each have the whole shard, the owner's own is the nearest.
+            is_source = (
+                not self._is_copied(part, rank % tensor) or rank // tensor == owner // tensor
+            )
             if part.is_replicated:
                 is_source = is_source and rank % tensor == owner % tensor
             runs = tuple(
@@ -178,43 +199,43 @@ class MatrixExchange:
             fragments: this rank's elements of each parameter.
             compute: of a matrix and its elements [rows, columns] → a result of the same shape.
             use: takes (matrix, parameter, elements of this rank's fragment, the result's elements).
-            sample: a tensor of the fragments' and results' dtype, on their device.
+            sample: a tensor of the messages' and results' dtype, on the fragments' device.
         """
         for each in self._rounds:
-            received = self._all_to_all(
-                sample,
-                [
-                    [
-                        fragments[holding.part.parameter][run]
-                        for _, holding in own
-                        if holding.is_source
-                        for run in holding.runs
-                    ]
-                    for own in each.own
-                ],
-                [
-                    sum(
-                        holding.numel
-                        for holdings in each.owned.values()
-                        for holding in holdings[source]
-                        if holding.is_source
-                    )
-                    for source in range(self._topology.world)
-                ],
-            )
-            returned = self._all_to_all(
-                sample,
-                self._compute(each, received, compute),
-                [sum(holding.numel for _, holding in own) for own in each.own],
-            )
-            for own, elements in zip(each.own, returned, strict=True):
-                offset = 0
-                for number, holding in own:
-                    for run in holding.runs:
-                        end = offset + run.stop - run.start
-                        matrix = self.matrices[number]
-                        use(matrix, holding.part.parameter, run, elements[offset:end])
-                        offset = end
+            self._exchange_round(each, fragments, compute, use, sample)
+
+    # A method of its own: a round's messages are freed before the next one's are made.
+    def _exchange_round(
+        self,
+        current: Round,
+        fragments: Mapping[str, Tensor],
+        compute: Callable[[Matrix, Tensor], Tensor],
+        use: Callable[[Matrix, str, slice, Tensor], None],
+        sample: Tensor,
+    ) -> None:
+        directions = [
+            [
+                fragments[holding.part.parameter][run]
+                for _, holding in own
+                if holding.is_source
+                for run in holding.runs
+            ]
+            for own in current.own
+        ]
+        results = self._compute(
+            current, self._all_to_all(sample, directions, current.received(self._topology)), compute
+        )
+        sizes = [sum(holding.numel for _, holding in own) for own in current.own]
+        for own, elements in zip(
+            current.own, self._all_to_all(sample, results, sizes), strict=True
+        ):
+            offset = 0
+            for number, holding in own:
+                for run in holding.runs:
+                    end = offset + run.stop - run.start
+                    matrix = self.matrices[number]
+                    use(matrix, holding.part.parameter, run, elements[offset:end])
+                    offset = end
 
     def _compute(
         self,
@@ -248,13 +269,17 @@ class MatrixExchange:
     def _all_to_all(
         self, sample: Tensor, sent: Sequence[Sequence[Tensor]], sizes: Sequence[int]
     ) -> list[Tensor]:
-        """Send pieces to each rank; return what each rank has sent, flat."""
-        buffers = [torch.cat([*pieces]) if pieces else sample.new_empty(0) for pieces in sent]
+        """Send pieces to each rank in the dtype of `sample`; return what each rank has sent,
+        flat.
+        """
+        pieces = [piece for of_rank in sent for piece in of_rank]
+        # Joined before the cast: one kernel for all pieces, and no cast of the whole shard.
+        message = (torch.cat(pieces) if pieces else sample.new_empty(0)).to(sample.dtype)
         if self._topology.world == 1:
-            return buffers
+            return [message]
         received = sample.new_empty(sum(sizes))
-        lengths = [len(buffer) for buffer in buffers]
-        dist.all_to_all_single(received, torch.cat(buffers), list(sizes), lengths)
+        lengths = [sum(map(len, of_rank)) for of_rank in sent]
+        dist.all_to_all_single(received, message, list(sizes), lengths)
         return list(received.split(list(sizes)))
 
 

@@ -155,10 +155,15 @@ class MatrixOptimizer(torch.optim.AdamW):
         directions = {}
         for flat in group["params"]:
             gradient = torch.zeros_like(flat) if flat.grad is None else flat.grad
-            average = self.state[flat].setdefault(MOMENTUM, torch.zeros_like(gradient))
-            average.lerp_(gradient, 1 - momentum)
-            direction = gradient.lerp(average, momentum) if group["nesterov"] else average
-            directions[id(flat)] = direction.to(self._dtype)
+            state = self.state[flat]
+            if MOMENTUM not in state:
+                state[MOMENTUM] = torch.zeros_like(flat, requires_grad=False)
+            average = state[MOMENTUM].lerp_(gradient, 1 - momentum)
+            # In place, because nothing reads the gradient afterwards: a new tensor would be as
+            # large as the shard of all matrices.
+            directions[id(flat)] = (
+                gradient.lerp_(average, momentum) if group["nesterov"] else average
+            )
             flat.mul_(1 - rate * group["weight_decay"])
         masters = {each.name: each.master for each in unit.fragments}
         iteration = self._iteration(group)

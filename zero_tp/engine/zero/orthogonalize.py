@@ -48,11 +48,20 @@ class NewtonSchulz:
             x = torch.addmm(x, polynomial, x, beta=a)
         return x.T if is_tall else x
 
+    def flops(self, rows: int, columns: int) -> int:
+        """Return the floating-point operations for a matrix."""
+        return self.steps * iteration_flops(rows, columns)
+
 
 def iteration_flops(rows: int, columns: int) -> int:
     """Return the floating-point operations of one iteration on a matrix."""
     short, long = sorted((rows, columns))
     return 2 * (2 * short * short * long) + 2 * short**3
+
+
+def products_dtype(is_fp32: bool) -> torch.dtype:
+    """Return the dtype of the products: bf16 as in torch, but for runs in fp32."""
+    return torch.float32 if is_fp32 else torch.bfloat16
 
 
 def rate_factor(adjust: AdjustLearningRate | None, rows: int, columns: int) -> float:

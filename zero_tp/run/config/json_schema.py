@@ -13,8 +13,8 @@ from zero_tp.base.settings.optimizer import (
     OPTIMIZERS,
     SGD,
     CPUAdam,
-    Muon,
     FusedAdam,
+    Muon,
     OptimizerBlock,
     TorchAdam,
 )

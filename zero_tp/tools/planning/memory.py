@@ -9,16 +9,19 @@ from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
-from zero_tp.base.settings.optimizer import OptimizerParams
+from zero_tp.base.settings.optimizer import Muon, OptimizerParams
 from zero_tp.base.settings.param_groups import ParamGroup
 from zero_tp.engine.param_groups import divide_parameters
+from zero_tp.engine.zero.matrices import matrices_of
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.model_class import model_class
+from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning import formulas
 from zero_tp.tools.planning.dryrun import dry_run
+from zero_tp.tools.planning.matrix_update import MatrixGroup
 from zero_tp.tools.planning.plan_settings import Workload, ZeroSettings, workload_of
 from zero_tp.tools.planning.tracking import MemorySample
 from zero_tp.tools.planning.zero import RankParameters, StateBytes, ZeroMemory
@@ -50,19 +53,28 @@ def model_size(
     tensor: int,
     sequence: bool,
     param_groups: Sequence[ParamGroup] = (),
+    params: OptimizerParams | None = None,
 ) -> ModelSize:
     """Build a model on the meta device and count its parameters.
 
     Args:
-        param_groups: of the run; they decide what DeepSpeed flattens together.
+        param_groups, params: of the run and its optimizer; they decide what DeepSpeed flattens
+            together, and what Muon updates.
     """
     spec = architecture_of(config).spec(config)
     # On the meta device weights have shapes and no memory, so a model of any size is counted on a
     # laptop.
     model = model_class(spec)(config, Topology(tensor, sequence, world=tensor), device="meta")
+    params = params or OptimizerParams(lr=0.0)
+    divided = divide_parameters(model, param_groups, params)
+    by_muon = tuple(
+        _matrix_group(model, group.names, params)
+        if group.is_muon and isinstance(params, Muon)
+        else None
+        for group in divided
+    )
     groups = tuple(
-        tuple(model.get_parameter(name).numel() for name in group.names)
-        for group in divide_parameters(model, param_groups, OptimizerParams(lr=0.0))
+        tuple(model.get_parameter(name).numel() for name in group.names) for group in divided
     )
     modules: list[tuple[int, ...]] = []
     layers: list[int] = []
@@ -79,15 +91,31 @@ def model_size(
     num_parameters = model.num_parameters()
     # The last module of an encoder is not its tied output layer.
     tied = bool(config.tie_word_embeddings) and modules[-1] == modules[0]
-    parameters = RankParameters(groups, tuple(modules), tuple(layers), tied)
+    parameters = RankParameters(groups, tuple(modules), tuple(layers), tied, by_muon)
     return ModelSize(spec, parameters, num_parameters)
+
+
+def _matrix_group(model: ParallelModel, names: Sequence[str], muon: Muon) -> MatrixGroup:
+    parameters = {name: model.get_parameter(name) for name in names}
+    tensor = model.topology.tensor
+    matrices = matrices_of(model.config, parameters, tensor, per_head=muon.per_head)
+    sizes = tuple(parameter.numel() for parameter in parameters.values())
+    return MatrixGroup(tuple(names), sizes, tuple(matrices), tensor)
+
+
+def params_of(config: RunConfig) -> OptimizerParams | None:
+    """Return the arguments of the run's optimizer, if its config has one."""
+    optimizer = config.settings.optimizer
+    return None if optimizer is None else optimizer.params
 
 
 def run_model_size(config: RunConfig) -> ModelSize:
     """Return the `model_size` of a run's model."""
     block = config.zero_tp
     parallel = block.parallel
-    return model_size(config.hf_config(), parallel.tensor, parallel.sequence, block.param_groups)
+    groups = block.param_groups
+    params = params_of(config)
+    return model_size(config.hf_config(), parallel.tensor, parallel.sequence, groups, params)
 
 
 @dataclass(frozen=True)

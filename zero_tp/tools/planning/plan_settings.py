@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from zero_tp.base.settings.deepspeed import ActivationCheckpointing, OffloadOptimizer
-from zero_tp.base.settings.optimizer import SGD, Optimizer, TorchAdam
+from zero_tp.base.settings.optimizer import SGD, Muon, Optimizer, TorchAdam
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.engine.zero import facts
+from zero_tp.engine.zero.orthogonalize import NewtonSchulz, products_dtype
 from zero_tp.parallel.elementwise import is_compiled
 from zero_tp.run.config import RunConfig
 
@@ -163,6 +164,8 @@ class ZeroSettings:
         communication_itemsize: bytes of an element of gradients sent over DP
             (`communication_data_type`).
         moments: bytes of the optimizer's states for one parameter, without the fp32 master.
+        matrix_moments: of a parameter that Muon updates; `moments` are of the others.
+        iteration: Newton-Schulz's, under Muon.
         torch_optimizer: the optimizer is an unfused class of torch whose update allocates
             temporaries.
         fused_adamw: it is torch's fused AdamW.
@@ -186,6 +189,8 @@ class ZeroSettings:
     grad_accum_itemsize: int
     communication_itemsize: int
     moments: int
+    matrix_moments: int
+    iteration: NewtonSchulz | None
     torch_optimizer: bool
     fused_adamw: bool
     clips_gradients: bool
@@ -219,6 +224,8 @@ class ZeroSettings:
             grad_accum_itemsize=ELEMENT_BYTES[settings.data_types.grad_accum_dtype or config.dtype],
             communication_itemsize=ELEMENT_BYTES[settings.communication_data_type or config.dtype],
             moments=_moment_bytes(optimizer),
+            matrix_moments=4 if isinstance(optimizer.params, Muon) else 0,
+            iteration=_iteration(optimizer, config.dtype),
             torch_optimizer=_allocates_temporaries(optimizer),
             fused_adamw=facts.is_fused_adamw(optimizer),
             clips_gradients=settings.gradient_clipping > 0,
@@ -331,6 +338,15 @@ def _allocates_temporaries(optimizer: Optimizer) -> bool:
     if isinstance(params, SGD):
         return not params.fused and bool(params.weight_decay or params.nesterov)
     return isinstance(params, TorchAdam) and not params.fused
+
+
+def _iteration(optimizer: Optimizer, dtype: str) -> NewtonSchulz | None:
+    """Return the iteration by which the optimizer orthogonalises matrices, if it is Muon."""
+    params = optimizer.params
+    if not isinstance(params, Muon):
+        return None
+    steps, coefficients = params.ns_steps, params.ns_coefficients
+    return NewtonSchulz(steps, coefficients, params.eps, products_dtype(dtype == "fp32"))
 
 
 def _moment_bytes(optimizer: Optimizer) -> int:

@@ -8,11 +8,18 @@ compare the two. Notation: e = bytes of an element of the run's dtype.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from zero_tp.tools.planning.gathered import most_gathered
+from zero_tp.tools.planning.matrix_update import (
+    MatrixGroup,
+    MatrixUpdate,
+    Partition,
+    matrix_update,
+)
 from zero_tp.tools.planning.plan_settings import ZeroSettings, page_locked
 
 ALLREDUCE_BUCKET = 500_000_000
@@ -45,12 +52,14 @@ class RankParameters:
             repeats those of the embedding.
         layers: for each module the layer's number, -1 before the first layer and L after the last.
         tied: the output layer and the embedding share their weight.
+        matrices: what Muon updates of each group; empty under another optimizer.
     """
 
     groups: tuple[tuple[int, ...], ...]
     modules: tuple[tuple[int, ...], ...]
     layers: tuple[int, ...]
     tied: bool
+    matrices: tuple[MatrixGroup | None, ...] = ()
 
     @cached_property
     def total(self) -> int:
@@ -142,8 +151,10 @@ class ZeroMemory:
             # In fp32 torch's optimizer updates the parameters themselves, so they are their own
             # masters.
             master = 4 * total if e < 4 else 0
-            return StateBytes(parameters=e * total, optimizer=zero.moments * total + master)
-        master_moments = (4 + zero.moments) * part
+            moments = self._moment_bytes([sum(group) for group in self.parameters.groups])
+            return StateBytes(parameters=e * total, optimizer=moments + master)
+        moments = self._moment_bytes(self.partition_sizes)
+        master_moments = 4 * part + moments
         if zero.stage < 3:
             # Every rank has the 16-bit weights of all ranks, as one padded tensor a group: the
             # parameters become views of it.
@@ -157,9 +168,7 @@ class ZeroMemory:
                 return StateBytes(parameters=flat, optimizer=master_moments, buffers=fp32_gradients)
             # `temp_grad_buffer_for_gpu_offload`: through it sums of gradients come back from the
             # host, one parameter after another.
-            return StateBytes(
-                flat, buffers=e * largest, host=zero.moments * part + self._host_bytes
-            )
+            return StateBytes(flat, buffers=e * largest, host=moments + self._host_bytes)
         sizes = itertools.chain(*self.parameters.groups)
         # A parameter up to the threshold is partitioned like all others. After its first use the
         # whole stays too, so it counts here and in `part`.
@@ -173,6 +182,36 @@ class ZeroMemory:
         if zero.offload_optimizer:
             return states._replace(host=states.host + master_moments)
         return states._replace(gradients=self._grad_itemsize * part, optimizer=master_moments)
+
+    @cached_property
+    def _matrices(self) -> list[MatrixGroup | None]:
+        """Return what Muon updates of each group."""
+        groups = self.parameters.groups
+        return [*self.parameters.matrices] or [None] * len(groups)
+
+    def _moment_bytes(self, sizes: Sequence[int]) -> int:
+        """Return the bytes of the optimizer's states of groups with so many elements."""
+        zero = self.settings
+        return sum(
+            (zero.moments if matrices is None else zero.matrix_moments) * size
+            for matrices, size in zip(self._matrices, sizes, strict=True)
+        )
+
+    @cached_property
+    def matrix_updates(self) -> list[MatrixUpdate | None]:
+        """Return Muon's update of each group; None for a group of another optimizer."""
+        zero = self.settings
+        updates = list[MatrixUpdate | None]()
+        for matrices, length, calls in zip(
+            self._matrices, self.partition_sizes, self._sub_group_numbers, strict=True
+        ):
+            if matrices is None or zero.iteration is None:
+                updates.append(None)
+                continue
+            calls = calls if zero.stage == 3 else [0] * len(calls)
+            partition = Partition(zero.stage, zero.data, length, tuple(calls))
+            updates.append(matrix_update(matrices, partition, zero.iteration))
+        return updates
 
     @cached_property
     def _host_optimizer_tensors(self) -> list[int]:
@@ -191,7 +230,7 @@ class ZeroMemory:
         if zero.stage == 3:
             return [
                 self._grad_itemsize * self.partition_numel,
-                *(4 * size for size in self._sub_groups),
+                *(4 * size for sizes in self._sub_groups for size in sizes),
             ]
         # Masters, fp32 gradients, and `param_buffer_of_bit16_for_cpu_offload_groups`, in which the
         # update's result is rounded before it is copied to the device.
@@ -233,23 +272,35 @@ class ZeroMemory:
         return float(parameters + sum(self._host_optimizer_tensors) + rounding)
 
     @cached_property
-    def _sub_groups(self) -> list[int]:
-        """Return the elements of ZeRO-3's sub-groups (stage3.py).
+    def _sub_groups(self) -> list[list[int]]:
+        """Return the elements of ZeRO-3's sub-groups (stage3.py), by group.
 
         The optimizer updates them one after another.
         """
         sub_groups = []
+        for group, numbers in zip(self.parameters.groups, self._sub_group_numbers, strict=True):
+            filled = [0] * (numbers[-1] + 1)
+            for size, number in zip(group, numbers, strict=True):
+                filled[number] += -(-size // self.settings.data)
+            sub_groups.append(filled)
+        return sub_groups
+
+    @cached_property
+    def _sub_group_numbers(self) -> list[list[int]]:
+        """Return, for each parameter of each group, the number of its sub-group in the group."""
+        numbers = []
         for group in self.parameters.groups:
-            filled = 0
+            filled = number = 0
+            members = []
             for size in group:
                 # The parameter that reaches `sub_group_size` still belongs to the sub-group
                 # (`_create_fp16_sub_groups`), so a sub-group may be larger than the setting.
+                members.append(number)
                 filled += -(-size // self.settings.data)
                 if filled >= self.settings.sub_group:
-                    sub_groups.append(filled)
-                    filled = 0
-            sub_groups += [filled] if filled else []
-        return sub_groups
+                    filled, number = 0, number + 1
+            numbers.append(members)
+        return numbers
 
     @property
     def _grad_itemsize(self) -> int:
@@ -456,6 +507,10 @@ class ZeroMemory:
             buffers    200          the flat copy
             gradients  400          fp32, which the optimizer reads
         """
+        return self._in_grad_conversion(max(numel for numel, _ in self._calls))
+
+    def _in_grad_conversion(self, updated: int) -> StateBytes:
+        """Return the peak while so many gradients are converted for one call of the optimizer."""
         zero = self.settings
         states = self.states
         e = self.settings.itemsize
@@ -482,7 +537,6 @@ class ZeroMemory:
         if zero.runs_fused_update:
             # The update converts each gradient by itself.
             return states._replace(gradients=self._reduced_gradients)
-        updated = self._update_numel
         if zero.stage == 3:
             # Persistent parameters are partitioned before the optimizer's step, and gathered after
             # it.
@@ -504,21 +558,24 @@ class ZeroMemory:
 
         A run's first update creates the moments.
         """
+        updates = [self._in_update(numel, temporaries) for numel, temporaries in self._calls]
+        return max(updates, key=lambda state: state.gradients + state.buffers + state.host)
+
+    def _in_update(self, updated: int, temporaries: float) -> StateBytes:
+        """Return the peak of one call of the optimizer.
+
+        Args:
+            updated: elements. temporaries: bytes.
+        """
         zero = self.settings
-        states = self.in_grad_conversion()
+        states = self._in_grad_conversion(updated)
         if zero.stage == 0:
-            total = self.parameters.total
-            largest = self.parameters.largest
-            return states._replace(buffers=self._temporaries(largest, 3, total))
+            return states._replace(buffers=temporaries)
         if zero.runs_fused_update:
             # An fp32 copy of one gradient; compiled kernels have none.
             copied = 4 if zero.grad_accum_itemsize < 4 else 0
             largest = min(self.parameters.largest, max(self.partition_sizes))
             return states._replace(buffers=states.buffers + copied * largest)
-        updated = self._update_numel
-        # The partition of a group is one flat tensor, so "all tensors" of a call of the optimizer
-        # are this one.
-        temporaries = self._temporaries(updated, 2, updated)
         if zero.offload_optimizer:
             return states._replace(host=states.host + temporaries)
         # A group's gradients are freed after their conversion to fp32.
@@ -526,13 +583,26 @@ class ZeroMemory:
             states = states._replace(gradients=states.gradients - zero.itemsize * updated)
         return states._replace(buffers=self.states.buffers + temporaries)
 
-    @property
-    def _update_numel(self) -> int:
-        """Return the elements that the optimizer updates at once.
+    @cached_property
+    def _calls(self) -> list[tuple[int, float]]:
+        """Return (elements, bytes of temporaries) of the optimizer's calls.
 
-        These are the largest group's, or those of stage 3's largest sub-group.
+        Of each group the largest call: the partition of a group, or one of stage 3's sub-groups.
+        Without ZeRO one call updates everything.
         """
-        return max(self.partition_sizes if self.settings.stage < 3 else self._sub_groups)
+        if self.settings.stage == 0:
+            total = self.parameters.total
+            by_muon = [each.temporaries.max() for each in self.matrix_updates if each]
+            temporaries = self._temporaries(self.parameters.largest, 3, total)
+            return [(total, float(max([temporaries, *by_muon])))]
+        sizes = self.partition_sizes if self.settings.stage < 3 else map(max, self._sub_groups)
+        # The partition of a group is one flat tensor, so "all tensors" of a call are this one.
+        return [
+            (numel, float(update.temporaries.max()))
+            if update
+            else (numel, self._temporaries(numel, 2, numel))
+            for numel, update in zip(sizes, self.matrix_updates, strict=True)
+        ]
 
     def _temporaries(self, largest: int, count: int, total: int) -> float:
         """Return the bytes of temporaries of torch's unfused optimizers.
