@@ -217,7 +217,11 @@ def test_muon_equals_torchs(
     fields = data.draw(decoder_fields(model_type))
     seed = data.draw(st.integers(0, 2**31), label="seed")
     clip = data.draw(st.sampled_from([0.0, 0.3]), label="clip")
-    params = PARAMS | {
+    adamw_decay = data.draw(st.sampled_from([None, 0.02]), label="AdamW's decay")
+    adamw = PARAMS["adamw"] | ({} if adamw_decay is None else {"weight_decay": adamw_decay})
+    params = {
+        "lr": PARAMS["lr"],
+        "adamw": adamw,
         "momentum": data.draw(st.sampled_from([0.0, 0.9, 0.95]), label="momentum"),
         "weight_decay": data.draw(st.sampled_from([0.0, 0.1]), label="decay"),
         "ns_steps": data.draw(st.sampled_from([3, 5]), label="iterations"),
