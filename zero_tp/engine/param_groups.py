@@ -87,7 +87,7 @@ def divide_parameters(
             if _matches(entry, index, kinds[name], hf_names.get(name, ()), free=name not in owners)
         ]
         if all(name in owners for name in matching):
-            raise _selects_nothing(entry, index, is_taken=bool(matching))
+            raise _selects_nothing(entry, index, is_selected=bool(matching))
         owners |= {name: index for name in matching if name not in owners}
     groups: list[ParameterGroup] = []
     for number, entry in ((None, REST), *enumerate(entries)):
@@ -139,11 +139,11 @@ def _matches(
     return bool(matches)
 
 
-def _selects_nothing(entry: ParamGroup, index: int, *, is_taken: bool) -> ConfigError:
+def _selects_nothing(entry: ParamGroup, index: int, *, is_selected: bool) -> ConfigError:
     field = "kind" if entry.pattern is None else "pattern"
     key = f"{PARAM_GROUPS_KEY}.{index}.{field}"
     value = shown(entry.kind if entry.pattern is None else entry.pattern)
-    if is_taken:
+    if is_selected:
         problem = f"{value} matches only parameters that an entry before it has"
         return ConfigError(key, problem, "move it up, or leave it out")
     problem = f"{value} matches no parameter of the model"
