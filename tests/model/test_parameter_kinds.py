@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def test_a_tied_weight_is_an_embedding() -> None:
 
 
 def test_what_a_part_of_another_class_makes_is_other_and_does_not_decay() -> None:
-    model = model_of("llama")
+    model: Any = model_of("llama")
     model.transformer.sinks = nn.Module()
     model.transformer.sinks.rates = model.head.weight
     model.head.weight = None
