@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -255,6 +256,26 @@ def test_the_description_says_how_large_the_model_is_and_where_its_weights_come_
     assert f"weights    of {tmp_path}, which the run resumes from step 50\n" in describe(
         config, tmp_path
     )
+
+
+def test_the_description_shows_each_group_of_parameters(tmp_path: Path) -> None:
+    """With tensors of Hugging Face's files and elements of the whole model."""
+    path = written(tmp_path, RIGHT)
+    assert "\ngroup " not in describe(RunConfig.load(path, world_size=4), tmp_path)
+    entries = [
+        {"kind": "embedding", "weight_decay": 0},
+        {"pattern": "c_attn.weight", "lr_scale": 0.5},
+    ]
+    changes = [f"zero_tp.param_groups={json.dumps(entries)}", "optimizer.params.weight_decay=0.1"]
+    text = describe(RunConfig.load(path, changes, world_size=4), tmp_path)
+    others = 2 * 9 * 64**2
+    assert [line for line in text.splitlines() if line.startswith("group ")] == [
+        f"group      the rest: tensors 6, parameters {others:,}, decay 0.1, lr × 1",
+        f"group      the rest: tensors 18, parameters {2 * 13 * 64 + 2 * 64:,}, decay 0, lr × 1",
+        f'group      kind "embedding": tensors 2, parameters {(512 + 128) * 64:,}, decay 0, lr × 1',
+        f'group      pattern "c_attn.weight": tensors 2, parameters {2 * 3 * 64**2:,}, decay 0.1, '
+        "lr × 0.5",
+    ]
 
 
 def test_a_bare_model_type_is_noted(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from torch import Tensor
 
 from tests.support.checkpoint_runs import BATCH, MODEL, VOCABULARY, build, steps_of, write_config
 from zero_tp.run.checkpoint.directory import read_manifest, step_directory
-from zero_tp.run.checkpoint.reader import CheckpointReader
+from zero_tp.run.checkpoint.reader import CheckpointReader, tensor_name
 
 MORE = 10
 MODELS = {
@@ -50,6 +51,7 @@ class Place:
     dtype: str = "fp32"
     offload: str = "none"
     model: str = "gpt2"
+    optimizer: str = "AdamW"
 
     @property
     def name(self) -> str:
@@ -61,6 +63,7 @@ class Place:
             f"TP {self.tensor} × DP {self.world // self.tensor} {sp}ZeRO-{self.stage} "
             f"{self.dtype}{offload}"
         )
+        place = place if self.optimizer == "AdamW" else f"{self.optimizer} {place}"
         return place if self.model == "gpt2" else f"{self.model} {place}"
 
     def write(self, path: Path, draw: random.Random) -> Path:
@@ -72,7 +75,11 @@ class Place:
             [count for count in (1, 2, 3, 4) if rows % count == 0]
         )
         config["gradient_clipping"] = 0.5
-        config["optimizer"]["params"]["eps"] = 1e-3
+        if self.optimizer == "Muon":
+            adamw = {"lr": 4e-3, "eps": 1e-3}
+            config["optimizer"] = {"type": "Muon", "params": {"lr": 1e-2, "adamw": adamw}}
+        else:
+            config["optimizer"]["params"]["eps"] = 1e-3
         config["scheduler"]["params"]["warmup_num_steps"] = 6
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 100
         config["zero_tp"] |= {"model": MODELS[self.model], "training": {"steps": 12, "seed": 5}}
@@ -101,11 +108,17 @@ def first_part(path: str, run: str, saved: int) -> list[tuple[float, float]]:
 
 
 def contents(run: Path, step: int) -> dict[tuple[str, str], Tensor]:
+    """Each parameter's master and states, whole."""
     checkpoint = step_directory(run, step)
     manifest = read_manifest(checkpoint)
     reader = CheckpointReader(checkpoint, manifest)
+    saved = set[str]()
+    for path in checkpoint.glob("states_*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            saved.update(file.keys())
     return {
         (name, kind): reader.whole(name, kind)
         for name in reader.parameters
         for kind in manifest.kinds
+        if tensor_name(name, kind) in saved
     }

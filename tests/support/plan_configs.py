@@ -222,7 +222,15 @@ GATHERED += [
     f"zero_optimization.stage3_{name}=0"
     for name in ("param_persistence_threshold", "prefetch_bucket_size")
 ]
+GROUPS = [
+    {"pattern": "attn", "lr_scale": 0.5},
+    {"kind": "embedding", "weight_decay": 0},
+    {"kind": "norm", "weight_decay": 0.1},
+]
+PARAM_GROUPS = f"zero_tp.param_groups={json.dumps(GROUPS)}"
 CONFIGS += [
+    ["zero_optimization.stage=2", PARAM_GROUPS],
+    ["zero_optimization.stage=3", PARAM_GROUPS],
     [*GATHERED, "zero_tp.recompute=full"],
     ["zero_optimization.stage=1", "optimizer.params.amsgrad=true"],
     ["zero_optimization.stage=2", f"zero_optimization.offload_optimizer{OFFLOAD}", WIDER[0]],
@@ -237,8 +245,8 @@ NAMES = [
 
 
 # The second tier has every eighth, ZeRO-3 with offload, M_D under SP, full recomputation with
-# ZeRO-2, windows, and the last five.
-SECOND = (29, 34, 35, 37, 41, 43, *range(len(CONFIGS) - 5, len(CONFIGS)))
+# ZeRO-2, windows, groups of parameters, and the last five.
+SECOND = (29, 34, 35, 37, 41, 43, *range(len(CONFIGS) - 7, len(CONFIGS)))
 TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 8), *SECOND)}
 MARKS: dict[str, Any] = {"thorough": THOROUGH, "heavy": pytest.mark.heavy}
 CASES = [

@@ -39,7 +39,6 @@ from zero_tp.parallel.spans import Span
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning.memory import rank_memory
 
-
 BIND = MatrixOptimizer.bind
 
 

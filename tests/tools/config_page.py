@@ -20,6 +20,7 @@ from pydantic_core import PydanticUndefined
 from zero_tp.base.errors import shown
 from zero_tp.base.settings.deepspeed import ConfigFile
 from zero_tp.base.settings.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS
+from zero_tp.base.settings.param_groups import KIND_MEANINGS, ParamGroup
 from zero_tp.base.settings.refused import FIXED, REFUSED_KEYS
 from zero_tp.base.settings.removed import REMOVED_KEYS
 from zero_tp.base.settings.resolve import AUTO, BATCH_FIELDS
@@ -138,6 +139,19 @@ def page() -> str:
         _table(KEYS, _rows(Spike, "training.spike.")),
         "`training.timeout_minutes` as an object:",
         _table(KEYS, _rows(Timeouts, "training.timeout_minutes.")),
+        "### `param_groups`",
+        "Each entry selects parameters by `kind` or by `pattern`. The first entry that matches a "
+        "parameter has it; the others train as without the key, where embeddings, output layer, "
+        "routers and matrices decay. For example, OLMo 3 and SmolLM3 do not decay embeddings "
+        "([`llama_135m_no_embedding_decay.json`](../ds_configs/llama_135m_no_embedding_decay.json)):",
+        '```json\n"param_groups": [{"kind": "embedding", "weight_decay": 0}]\n```',
+        _table(KEYS, _rows(ParamGroup, "param_groups[].")),
+        _table(("kind", "parameters"), _quoted(KIND_MEANINGS)),
+        "An entry that matches nothing is refused. So is a pattern that matches a part of a "
+        "parameter: Q, K and V are one where there are as many KV heads as heads, gate and up are "
+        "one, and so are the experts of a layer. `zero-tp check` prints each group. Like the rest "
+        "of the optimizer, the groups of a run cannot change when it is resumed; a run that starts "
+        "`--from` another has its own. `learning_rate` in logs is the rate without a factor.",
         "### `model`",
         *_models(),
         "## DeepSpeed's part",

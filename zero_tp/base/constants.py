@@ -16,6 +16,7 @@ IGNORE_INDEX = -100
 """A label that is not scored, as in torch's cross entropy and in Hugging Face's models."""
 
 MODEL_KEY = "zero_tp.model"
+PARAM_GROUPS_KEY = "zero_tp.param_groups"
 """Dotted key of the config's `model` block, for errors about its fields."""
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -151,18 +151,40 @@ def _unknown_keys(model: type[BaseModel], raw: dict[str, Any], path: str) -> Ite
             yield from _unknown_keys(inner, value, where)
         elif inner is not None and inner is fields[key].annotation:
             yield _not_an_object(value, where)
+        elif isinstance(value, list) and (inner := _item_model(fields[key].annotation)) is not None:
+            for index, item in enumerate(value):
+                yield from (
+                    _unknown_keys(inner, item, f"{where}.{index}")
+                    if isinstance(item, dict)
+                    else [_not_an_object(item, f"{where}.{index}")]
+                )
 
 
 def _not_an_object(value: Any, path: str) -> ConfigError:
     return ConfigError(path, f"expected an object, got {shown(value)}", 'write {"key": value, ...}')
 
 
-def _drop_keys(keys: set[str], raw: dict[str, Any], path: str) -> dict[str, Any]:
+def _item_model(annotation: Any) -> type[BaseModel] | None:
+    """Return the pydantic model M of a `list[M]`, or None."""
+    if typing.get_origin(annotation) is not list:
+        return None
+    return nested_model(typing.get_args(annotation)[0])
+
+
+def _drop_keys(keys: set[str], raw: Any, path: str) -> Any:
     """Return `raw`, the value at `path`, without these dotted keys, on which DeepSpeed's
     validators may fail.
     """
+    if isinstance(raw, list):
+        return [
+            _drop_keys(keys, item, where)
+            for index, item in enumerate(raw)
+            if (where := f"{path}.{index}") not in keys
+        ]
+    if not isinstance(raw, dict):
+        return raw
     return {
-        key: _drop_keys(keys, value, where) if isinstance(value, dict) else value
+        key: _drop_keys(keys, value, where)
         for key, value in raw.items()
         if (where := f"{path}.{key}" if path else key) not in keys
     }

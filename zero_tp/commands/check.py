@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_tp.base.constants import in_gib
 from zero_tp.base.errors import BAD_INPUT, UserError, error_line
+from zero_tp.base.settings.optimizer import Muon
 from zero_tp.base.shipped import find_config
 from zero_tp.run.config.explain import explain
 
@@ -214,12 +215,28 @@ def _settings(config: RunConfig, parameters: int) -> Lines:
     rate = optimizer.params.lr
     clip = config.settings.gradient_clipping
     yield "optimizer", f"{optimizer.type}, lr {rate:g}, clip {clip:g}"
+    yield from _parameter_groups(config)
     yield "schedule", _schedule(config)
     tokens, total = (
         "?" if batch.total is None else f"{batch.total * length * number:,}"
         for number in (1, steps)
     )
     yield "steps", f"{steps:,} of {tokens} tokens (sequence length {length:,}): {total} tokens"
+
+
+def _parameter_groups(config: RunConfig) -> Lines:
+    """Describe each group of `zero_tp.param_groups`, and Muon's. The two groups that every run has
+    are no lines.
+    """
+    optimizer = config.settings.optimizer
+    has_muon = optimizer is not None and isinstance(optimizer.params, Muon)
+    for group in config.parameter_groups() if config.zero_tp.param_groups or has_muon else ():
+        name = ("Muon, " if group.is_muon else "AdamW, ") if has_muon else ""
+        yield (
+            "group",
+            f"{group.selector}: {name}tensors {group.num_tensors:,}, parameters "
+            f"{group.num_parameters:,}, decay {group.weight_decay:g}, lr × {group.lr_scale:g}",
+        )
 
 
 def _schedule(config: RunConfig) -> str:

@@ -11,34 +11,33 @@ from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from zero_tp.base.constants import DTYPES, IGNORE_INDEX
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
-from zero_tp.base.settings.optimizer import Muon, Optimizer
+from zero_tp.base.settings.param_groups import ParamGroup, parse_param_groups
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.base.settings.schema import Parallel, Spike
 from zero_tp.data.batch import AnyBatch, Batch, as_batch
 from zero_tp.engine import guards
+from zero_tp.engine.param_groups import trainable_of
 from zero_tp.engine.settings.parse import check_settings
 from zero_tp.engine.settings.rule import EntryPoint
 from zero_tp.engine.zero.build_lock import report_build_locks
 from zero_tp.engine.zero.matrix_optimizer import MatrixOptimizer
 from zero_tp.engine.zero.ops import check_nvme, disable_shared_memory_collectives
-from zero_tp.engine.zero.orthogonalize import products_dtype
 from zero_tp.engine.zero.stages import engine_of_stage
 from zero_tp.engine.zero.states import local_shape
 from zero_tp.engine.zero.veto import StepVeto
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.model_class import model_class as default_model_class
 from zero_tp.model.parallel_model import ParallelModel
-from zero_tp.model.parameter_kinds import divide_for_muon, parameter_kinds
 from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import compile_elementwise, is_compiled
-from zero_tp.parallel.layout import audit, whole_shape
+from zero_tp.parallel.layout import audit
 from zero_tp.parallel.parameter import ShardedSeededInit, WeightSource
 from zero_tp.parallel.topology import Topology
 
@@ -59,6 +58,7 @@ class TrainingEngine:
             generate.
         recompute: which layers backward recomputes; by default none.
         spike: bounds on loss and gradient norm; by default none.
+        param_groups: parameters with a weight decay or a factor of the rate of their own.
         compiled: run training's elementwise work in kernels that torch compiles; "auto": on CUDA.
 
     Attributes:
@@ -71,7 +71,8 @@ class TrainingEngine:
         on_phase: called with the phase that this rank enters: "forward", "backward" or "update".
 
     Raises:
-        UserError: the sizes do not fit the topology, or torch can't compile here.
+        UserError: the sizes do not fit the topology, a group of `param_groups` selects nothing or
+            a part of a parameter, or torch can't compile here.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class TrainingEngine:
         model: type[ParallelModel] | None = None,
         recompute: RecomputePolicy | None = None,
         spike: Spike | None = None,
+        param_groups: Sequence[ParamGroup] = (),
         compiled: bool | Literal["auto"] = False,
     ):
         self.topology = topology
@@ -119,7 +121,7 @@ class TrainingEngine:
             compile_elementwise(self.model, self.device)
         self.zero.compiled = self.compiled
         assert settings.optimizer is not None, "only a Trainer's settings have none"
-        trainable = trainable_of(self.model, settings.optimizer, self.dtype)
+        trainable = trainable_of(self.model, param_groups, settings.optimizer, self.dtype)
         # After everything that changes modules or hooks: DeepSpeed's optimizers copy the weights
         # into masters, and ZeRO-2 and -3 hook each parameter here.
         self.zero.initialize(self.model, trainable)
@@ -147,11 +149,13 @@ class TrainingEngine:
         deepspeed_config: dict[str, Any],
         *,
         recompute: RecomputePolicy | None = None,
+        param_groups: Sequence[ParamGroup | Mapping[str, Any]] = (),
         **options: Any,
     ) -> TrainingEngine:
         """Return the engine of a DeepSpeed config without a `zero_tp` block and without "auto".
 
         Args:
+            param_groups: the constructor's, or as in a run's file.
             options: the constructor's.
 
         Raises:
@@ -160,7 +164,8 @@ class TrainingEngine:
         parallel = Parallel(tensor=topology.tensor, sequence=topology.sequence)
         layers = config.num_hidden_layers
         checked = check_settings(deepspeed_config, parallel, EntryPoint.ENGINE, recompute, layers)
-        return cls(config, topology, checked.settings, recompute=recompute, **options)
+        options |= {"recompute": recompute, "param_groups": parse_param_groups(param_groups)}
+        return cls(config, topology, checked.settings, **options)
 
     @property
     def loss(self) -> float:
@@ -193,8 +198,9 @@ class TrainingEngine:
 
     @property
     def learning_rate(self) -> float:
-        """Return the learning rate of the next step."""
-        return float(self.zero.optimizer.param_groups[0]["lr"])
+        """Return the learning rate of the next step, without a group's factor."""
+        group = self.zero.optimizer.param_groups[0]
+        return float(group["lr"]) / float(group.get("lr_scale", 1.0))
 
     @property
     def loss_scale(self) -> float | None:
@@ -428,46 +434,3 @@ class TrainingEngine:
             name: figure / number for name, figure, number in zip(names, total, count, strict=True)
         }
         return {"loss": sum(mean for name, mean in means.items() if name.endswith("loss")), **means}
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Group the parameters for the optimizer: weight decay skips biases and norms, which have
-    one dimension.
-    """
-    # By the whole shape, because under ZeRO-3 the parameter itself is an empty tensor of one
-    # dimension.
-    flat = [parameter for parameter in model.parameters() if len(whole_shape(parameter)) < 2]
-    matrices = [parameter for parameter in model.parameters() if len(whole_shape(parameter)) >= 2]
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": flat, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def trainable_of(
-    model: ParallelModel, optimizer: Optimizer, dtype: torch.dtype
-) -> list[dict[str, Any]] | torch.optim.Optimizer:
-    """Return the groups of parameters for DeepSpeed's optimizer, or under Muon the optimizer."""
-    params = optimizer.params
-    if not isinstance(params, Muon):
-        return parameter_groups(model, params.weight_decay)
-    adamw = params.adamw
-    rate = params.lr if adamw.lr is None else adamw.lr
-    decay = params.weight_decay if adamw.weight_decay is None else adamw.weight_decay
-    matrices = {
-        name: getattr(params, name)
-        for name in ("lr", "weight_decay", "momentum", "nesterov", "ns_steps")
-    } | {name: getattr(params, name) for name in ("ns_coefficients", "eps", "adjust_lr_fn")}
-    rest = {"lr": rate, "betas": adamw.betas, "eps": adamw.eps}
-    options = (matrices, rest | {"weight_decay": decay}, rest | {"weight_decay": 0.0})
-    names = divide_for_muon(parameter_kinds(model))
-    groups = [
-        {"params": [model.get_parameter(name) for name in members], **own}
-        for members, own in zip(names, options, strict=True)
-    ]
-    return MatrixOptimizer(
-        [group for group in groups if group["params"]],
-        products_dtype(dtype == torch.float32),
-        per_head=params.per_head,
-    )

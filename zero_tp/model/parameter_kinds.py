@@ -5,8 +5,6 @@ Weight decay, `zero_tp.param_groups` and optimizers that treat matrices apart al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import nn
 
 from zero_tp.base.settings.param_groups import Kind
@@ -31,18 +29,11 @@ DECAYED_KINDS: tuple[Kind, ...] = ("embedding", "output", "router", "matrix")
 """Kinds with weight decay by default; norms, biases and other parameters have none."""
 
 
-def parameter_kinds(model: nn.Module) -> Mapping[str, Kind]:
-    """Return each parameter's kind by its name, in the order of `model.named_parameters()`.
+def parameter_kinds(model: nn.Module) -> dict[str, Kind]:
+    """Return each parameter's kind (`KIND_MEANINGS`) by its name, as `model.named_parameters()`.
 
-        embedding   of words, positions and token types; a tied output layer is the embedding
-        output      the untied output layer; BERT's classifier of sentence order
-        norm        weights and biases of norms, those of Q and K too
-        bias        every other bias
-        router      routers of experts; the gate of a shared expert, one row
-        matrix      of layers and of BERT's dense heads [out, in]; experts' [E, out, in]
-        other       whatever a part makes by itself that is none of these
-
-    It holds at every ZeRO stage, because it reads modules and not shapes.
+    A tied weight has its first name, the embedding's. Kinds hold at every ZeRO stage, because they
+    follow from modules and not from shapes.
     """
     classifiers = {
         id(module.classifier) for module in model.modules() if isinstance(module, SentenceHead)
@@ -54,16 +45,6 @@ def parameter_kinds(model: nn.Module) -> Mapping[str, Kind]:
         kind = _kind(module, leaf)
         kinds[name] = "output" if kind == "matrix" and id(module) in classifiers else kind
     return kinds
-
-
-def divide_for_muon(kinds: Mapping[str, Kind]) -> list[list[str]]:
-    """Return the names of the matrices, of the other parameters with weight decay, and of those
-    without: the groups of Muon's optimizer.
-    """
-    groups: list[list[str]] = [[], [], []]
-    for name, kind in kinds.items():
-        groups[0 if kind == "matrix" else 1 if kind in DECAYED_KINDS else 2].append(name)
-    return groups
 
 
 def _kind(module: nn.Module, leaf: str) -> Kind:

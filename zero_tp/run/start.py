@@ -123,6 +123,7 @@ def _build_engine(
         model=model,
         recompute=block.recompute_policy,
         spike=block.training.spike,
+        param_groups=block.param_groups,
         compiled=block.compile,
     )
 

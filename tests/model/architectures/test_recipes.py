@@ -11,7 +11,8 @@ import torch
 from deepspeed.runtime import lr_schedules
 from torch import nn
 
-from zero_tp.engine.engine import parameter_groups
+from zero_tp.base.settings.optimizer import OptimizerParams
+from zero_tp.engine.param_groups import optimizer_groups
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.attention import AttentionCore
 from zero_tp.model.model_class import model_class
@@ -105,7 +106,11 @@ def test_weights_decay_clipping_and_dropout(name: str) -> None:
     """
     given, model = loaded(name).engine_settings.written(), narrow(name)
     assert given["optimizer"]["type"] == "AdamW" and given["gradient_clipping"] == 1.0
-    decays = parameter_groups(model, given["optimizer"]["params"]["weight_decay"])
+    decays = optimizer_groups(
+        model,
+        (),
+        OptimizerParams(lr=0.0, weight_decay=given["optimizer"]["params"]["weight_decay"]),
+    )
     assert [group["weight_decay"] for group in decays] == [0.01, 0.0]
     assert {parameter.dim() for parameter in decays[1]["params"]} == {1}, "biases and norms"
     modules = list(model.modules())

@@ -38,6 +38,14 @@ WHOLE_3, UNEVEN_2, UNEVEN_4 = (
     Place(world, tensor, tensor > 1, stage, model="3 KV heads")
     for world, tensor, stage in ((4, 1, 3), (4, 2, 1), (4, 4, 3))
 )
+MUON, MUON_WHOLE, MUON_BF16 = (
+    Place(4, tensor, tensor > 1, stage, dtype, model=model, optimizer="Muon")
+    for tensor, stage, dtype, model in (
+        (2, 1, "fp32", "2 KV heads"),
+        (1, 3, "fp32", "2 KV heads"),
+        (4, 0, "bf16", "2 KV heads"),
+    )
+)
 
 PAIRS: dict[Place, list[Place]] = {
     DP2: [DP4, TP2, TP4, MIXED, BF16],
@@ -56,6 +64,9 @@ PAIRS: dict[Place, list[Place]] = {
     WHOLE_3: [UNEVEN_2],
     UNEVEN_2: [UNEVEN_4],
     UNEVEN_4: [WHOLE_3],
+    MUON: [MUON_WHOLE],
+    MUON_WHOLE: [MUON, MUON_BF16],
+    MUON_BF16: [MUON],
 }
 
 
@@ -79,7 +90,7 @@ SOURCES = [
     pytest.param(
         source,
         id=source.name,
-        marks=pytest.mark.heavy if source in HEAVY else THOROUGH,
+        marks=() if source == MUON else pytest.mark.heavy if source in HEAVY else THOROUGH,
     )
     for source in PAIRS
 ]
@@ -92,7 +103,10 @@ def test_a_run_moves(ranks: Pools, tmp_path: Path, source: Place, seed: int) -> 
     path = source.write(tmp_path / "source.json", draw)
     unmoved = ranks(source.world).run(first_part, str(path), str(run), step)[0]
     saved = contents(run, step)
-    assert {kind for _, kind in saved} == {"master", "exp_avg", "exp_avg_sq"}
+    states = {"exp_avg", "exp_avg_sq"} | (
+        {"momentum_buffer"} if source.optimizer == "Muon" else set()
+    )
+    assert {kind for _, kind in saved} == {"master", *states}
     for target in PAIRS[source]:
         path, again = target.write(tmp_path / "target.json", draw), tmp_path / target.name
         done = ranks(target.world).run(moved, str(path), str(run), str(again), step)[0]

@@ -63,6 +63,8 @@ CASES = {
     "gpt2_124m_contiguous": Case((*GPT2, FP32), CHECKPOINTING),
     # fp16 keeps 11 bits of each product; two steps at the warm-up's rates hardly move the weights.
     "gpt2_124m_fp16": Case(GPT2, ("fp16.enabled=false",), 2e-3),
+    # A step at the warm-up's rates decays the embedding by a ten-millionth.
+    "llama_135m_no_embedding_decay": Case((*LLAMA, FP32), ("zero_tp.param_groups=[]",), 1e-5),
     "llama_135m_wsd": Case(
         (*LLAMA, FP32),
         ('scheduler={"type": "constant_with_warmup", "params": {"num_warmup_steps": 1000}}',),
@@ -85,6 +87,7 @@ def two_steps(name: str, changes: tuple[str, ...]) -> list[tuple[float, float, f
             config.engine_settings,
             seed=config.zero_tp.training.seed,
             recompute=config.zero_tp.recompute_policy,
+            param_groups=config.zero_tp.param_groups,
         )
         draw = torch.Generator().manual_seed(1)
         steps = []

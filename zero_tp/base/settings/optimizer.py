@@ -158,12 +158,12 @@ def check_optimizer(values: dict[str, Any]) -> Optimizer:
             raise ConfigError("optimizer.type", f"{shown(name)} is refused: {reason}", remedy)
     # DeepSpeed takes its own optimizers' names in any case, and passes others to torch.optim as
     # they are written.
-    if lower not in ("adam", "adamw", "muon") and name != "SGD":
+    if lower not in ("adam", "adamw") and name not in OPTIMIZERS:
         raise ConfigError(
             "optimizer.type", f"{shown(name)} is unknown", did_you_mean(name, OPTIMIZERS)
         )
     model = params_model(lower, bool(block.params.get("torch_adam")), offloads_optimizer(values))
-    if lower == "muon":
+    if name == "Muon":
         _refuse_names_of_deepspeed(block.params)
     params = validate(model, block.params, "optimizer.params")
     # The type alone decides: DeepSpeed's "Adam" is AdamW too, unless `adam_w_mode` is false.

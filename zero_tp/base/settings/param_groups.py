@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from zero_tp.base.validation import ConfigModel, NonNegative
+from zero_tp.base.constants import PARAM_GROUPS_KEY
+from zero_tp.base.errors import shown
+from zero_tp.base.validation import ConfigModel, ErrorCollector, NonNegative, validate
 
 Kind = Literal["embedding", "output", "norm", "bias", "router", "matrix", "other"]
-"""What a parameter is for: `model/parameter_kinds.py` has the meanings."""
+"""What a parameter is for; `model/parameter_kinds.py` finds it."""
+KIND_MEANINGS: dict[Kind, str] = {
+    "embedding": "embeddings of words, positions and token types; a tied output layer is the "
+    "embedding",
+    "output": "an untied output layer; BERT's classifier of sentence order",
+    "norm": "weights and biases of norms, those of Q and K too",
+    "bias": "every other bias",
+    "router": "routers of experts; a shared expert's gate, which is one row",
+    "matrix": "matrices of layers, experts and BERT's dense heads",
+    "other": "what a part makes that is none of these, such as a convolution or an activation's "
+    "parameter",
+}
 
 
 def _compiles(pattern: str) -> str:
@@ -40,6 +54,9 @@ class ParamGroup(ConfigModel):
     lr_scale: Annotated[float, Field(gt=0, le=1e6)] = Field(
         1.0, description="Factor of the learning rate, at each step of any schedule."
     )
+    optimizer: Literal["adamw"] | None = Field(
+        None, description="Under Muon: AdamW updates matrices among them, too."
+    )
 
     @model_validator(mode="after")
     def _selects_once(self) -> ParamGroup:
@@ -50,4 +67,25 @@ class ParamGroup(ConfigModel):
     @property
     def selector(self) -> str:
         """Return how the group selects its parameters, as written."""
-        return f'kind "{self.kind}"' if self.kind is not None else f'pattern "{self.pattern}"'
+        if self.pattern is not None:
+            return f"pattern {shown(self.pattern)}"
+        return "the rest" if self.kind is None else f"kind {shown(self.kind)}"
+
+
+def parse_param_groups(values: Sequence[Any]) -> list[ParamGroup]:
+    """Return the typed entries of a script's list, which is written as in a run's file.
+
+    Raises:
+        ConfigErrors: all entries that are wrong by themselves.
+    """
+    collector = ErrorCollector()
+    entries: list[ParamGroup] = []
+    for index, value in enumerate(values):
+        with collector:
+            entries.append(
+                value
+                if isinstance(value, ParamGroup)
+                else validate(ParamGroup, value, f"{PARAM_GROUPS_KEY}.{index}")
+            )
+    collector.raise_all()
+    return entries

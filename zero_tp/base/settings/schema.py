@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from zero_tp.base.errors import did_you_mean, shown
+from zero_tp.base.settings.param_groups import ParamGroup
 from zero_tp.base.settings.recompute import RecomputeMode, RecomputePolicy
 from zero_tp.base.validation import ConfigModel, Positive
 
@@ -293,6 +294,11 @@ class ZeroTP(ConfigModel):
         "[name on the hub](checkpoints.md#export-and-import); none: the data's tokenizer.",
     )
     training: Training
+    param_groups: list[ParamGroup] = Field(
+        [],
+        description="Parameters with a weight decay or a factor of the learning rate of their own; "
+        "the first group that matches counts: [config.md](config.md#param_groups).",
+    )
     compile: bool | Literal["auto"] = Field(
         "auto",
         description="In training, run elementwise work (RMS norm, rotary, gate, softmax of the "

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
-from zero_tp.base.settings.optimizer import SGD, TorchAdam
+from zero_tp.base.settings.optimizer import SGD, Muon, TorchAdam
 from zero_tp.base.settings.schedule import (
     LENGTHS,
     TRANSFORMERS_SCHEDULES,
@@ -106,6 +106,23 @@ def optimizer_rules(config: Combination) -> Iterator[Rule]:
         f"{OPTIMIZER}.foreach",
         isinstance(params, (SGD, TorchAdam)) and bool(params.foreach and params.fused),
         "with fused: they are two implementations of one step; give one of them",
+    )
+    muon = params if isinstance(params, Muon) else None
+    yield refused(
+        "optimizer.type",
+        muon is not None and config.is_trainer,
+        'as "Muon" in a Trainer, whose arguments have no names for its settings: use '
+        "launch/pretrain.py or TrainingEngine, or AdamW",
+    )
+    yield refused(
+        "zero_optimization.offload_optimizer.device",
+        muon is not None and settings.zero_optimization.optimizer_device != "none",
+        "with Muon: its products would run on the host; leave offload_optimizer out, or use AdamW",
+    )
+    yield refused(
+        f"{OPTIMIZER}.adamw.lr",
+        muon is not None and muon.lr == 0 and muon.adamw.lr is not None,
+        f"with {OPTIMIZER}.lr 0: it moves in proportion to that rate; give that one",
     )
     no_momentum = sgd is None or sgd.momentum == 0
     yield no_effect(f"{OPTIMIZER}.dampening", no_momentum, f"{OPTIMIZER}.momentum is 0")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,38 @@ def set_schedule(schedule: Any, updates: int, *, native_start: bool = False) -> 
     else:
         # Both give the next step, number updates + 1, the schedule's value at updates + 1.
         schedule.step(updates if isinstance(schedule, ONE_STEP_AHEAD) else updates + 1)
+
+
+def scale_rates(schedule: Any, groups: Sequence[dict[str, Any]]) -> None:
+    """Multiply the rate of each group by its `lr_scale`, now and at every later step.
+
+    DeepSpeed's schedules write one rate into all groups. With scales of 1 and 1/2:
+
+        the schedule's rate    0.1          0.2
+        the groups' rates      0.1  0.05    0.2  0.1
+
+    Args:
+        schedule: of DeepSpeed or transformers; None: the rate is constant, or another schedule
+            starts from what each group has now.
+    """
+    scales = [group.get("lr_scale", 1.0) for group in groups]
+    if all(scale == 1.0 for scale in scales):
+        return
+    for group, scale in zip(groups, scales, strict=True):
+        group["lr"] *= scale
+    if isinstance(schedule, LambdaLR):
+        pairs = zip(schedule.base_lrs, scales, strict=True)
+        schedule.base_lrs = [rate * scale for rate, scale in pairs]
+    elif schedule is not None:
+        # What each step writes. Other attributes, such as WarmupLR's own list of rates by group,
+        # do not exist in all five classes.
+        unscaled_rates = schedule.get_lr
+
+        def scaled_rates() -> list[float]:
+            pairs = zip(unscaled_rates(), scales, strict=True)
+            return [rate * scale for rate, scale in pairs]
+
+        schedule.get_lr = scaled_rates
 
 
 class _RateOnly(torch.optim.Optimizer):

@@ -24,7 +24,7 @@ from torch import Tensor
 from zero_tp.base.errors import UserError
 from zero_tp.engine.zero.matrices import Matrix, matrices_of
 from zero_tp.engine.zero.matrix_exchange import MatrixExchange
-from zero_tp.engine.zero.orthogonalize import NewtonSchulz, rate_factor
+from zero_tp.engine.zero.orthogonalize import NewtonSchulz, iteration_flops, rate_factor
 from zero_tp.parallel.spans import Span
 from zero_tp.parallel.topology import Topology
 
@@ -111,12 +111,9 @@ class MatrixOptimizer(torch.optim.AdamW):
                     "which ZeRO-3 updates one after the other; raise it"
                 )
             by_call.setdefault(found.pop(), []).append(matrix)
-        iteration = next(
-            self._iteration(group) for group in self.param_groups if "momentum" in group
-        )
         self._units = {}
         for number, matrices in by_call.items():
-            costs = [iteration.flops(*matrix.shape) for matrix in matrices]
+            costs = [iteration_flops(*matrix.shape) for matrix in matrices]
             unit = MatrixUnit(
                 MatrixExchange(matrices, costs, spans, topology),
                 tuple(each for each in own.values() if calls[each.name] == number),

@@ -50,12 +50,17 @@ class NewtonSchulz:
 
     def flops(self, rows: int, columns: int) -> int:
         """Return the floating-point operations for a matrix."""
-        short, long = sorted((rows, columns))
-        return self.steps * (2 * short * short * long * 2 + 2 * short**3)
+        return self.steps * iteration_flops(rows, columns)
+
+
+def iteration_flops(rows: int, columns: int) -> int:
+    """Return the floating-point operations of one iteration on a matrix."""
+    short, long = sorted((rows, columns))
+    return 2 * (2 * short * short * long) + 2 * short**3
 
 
 def products_dtype(is_fp32: bool) -> torch.dtype:
-    """Return the dtype of the products in fp32 runs and in 16-bit runs."""
+    """Return the dtype of the products: bf16 as in torch, but for runs in fp32."""
     return torch.float32 if is_fp32 else torch.bfloat16
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.engine.zero.facts import deepspeed_dict
 from zero_tp.engine.zero.loss_scale import LossScale
-from zero_tp.engine.zero.lr_schedules import set_schedule, transformers_schedule
+from zero_tp.engine.zero.lr_schedules import scale_rates, set_schedule, transformers_schedule
 from zero_tp.engine.zero.states import Fragment, OptimizerStates
 from zero_tp.engine.zero.veto import StepVeto
 from zero_tp.parallel.topology import Topology
@@ -112,6 +112,7 @@ class ZeroEngine(ABC):
             raise RuntimeError(
                 f"DeepSpeed has {replicas} data-parallel ranks, the topology {self.topology.data}"
             )
+        scale_rates(self.scheduler, self.optimizer.param_groups)
         # DeepSpeed has begun its schedule at iteration -1; here the first step gets the schedule's
         # value at 1 (`set_schedule`).
         self._set_schedule(0)

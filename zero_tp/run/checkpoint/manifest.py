@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from zero_tp.base.constants import MODEL_KEY
+from zero_tp.base.constants import MODEL_KEY, PARAM_GROUPS_KEY
 from zero_tp.base.errors import ConfigError, UserError, shown
 from zero_tp.base.settings.optimizer import IMPLEMENTATION
 from zero_tp.base.settings.removed import drop_removed_keys
@@ -247,6 +247,11 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
             **optimizer,
             "params": {key: params[key] for key in params if key not in IMPLEMENTATION},
         },
+        # By number, so that a difference is named with its entry.
+        PARAM_GROUPS_KEY: {
+            str(index): group.model_dump(exclude_none=True)
+            for index, group in enumerate(block.param_groups)
+        },
         **({} if block.masked is None else {"zero_tp.objective": block.masked.model_dump()}),
     }
 
@@ -320,12 +325,14 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
     check_states(checkpoint, manifest, config)
     check_saved_by_run(checkpoint, manifest)
     train = config.zero_tp.data.train
+    # Checkpoints of versions without the key have no groups.
+    fixed = {PARAM_GROUPS_KEY: {}, **manifest.fixed}
     for key, value in fixed_settings(config).items():
-        if key not in manifest.fixed:
+        if key not in fixed:
             raise UserError(
                 f"{checkpoint}: its manifest lacks fixed.{key}; the checkpoint is damaged"
             )
-        before = manifest.fixed[key]
+        before = fixed[key]
         # Corpora may have moved: only their number, order and weights are compared.
         moved = [
             [prefix, weight]

@@ -29,6 +29,7 @@ READERS = {
     "zero_tp.training.spike": "zero_tp.engine.zero.veto",
     "zero_tp.training.on_nonfinite": "zero_tp.run.run_callbacks",
     "zero_tp.training.timeout_minutes": "zero_tp.run.process.watch",
+    "zero_tp.param_groups": "zero_tp.engine.param_groups",
     "zero_tp.compile": "zero_tp.parallel.elementwise",
     "zero_tp.checkpoint": "zero_tp.run.checkpoint",
     "zero_tp.evaluation": "zero_tp.run.run_callbacks",

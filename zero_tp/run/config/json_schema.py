@@ -14,6 +14,7 @@ from zero_tp.base.settings.optimizer import (
     SGD,
     CPUAdam,
     FusedAdam,
+    Muon,
     OptimizerBlock,
     TorchAdam,
 )
@@ -70,7 +71,9 @@ def json_schema() -> Json:
     # One schema for three classes: which one is used depends on other keys, which a schema cannot
     # follow.
     adam: type[BaseModel] = create_model("Adam", __base__=(TorchAdam, FusedAdam, CPUAdam))
-    optimizers = {"SGD": _with_params(SGD, "optimizer"), ANY_ADAM: _with_params(adam, "optimizer")}
+    classes: dict[str, type[BaseModel]] = {"SGD": SGD, "Muon": Muon, ANY_ADAM: adam}
+    optimizers = {name: _with_params(model, "optimizer") for name, model in classes.items()}
+    definitions |= Muon.model_json_schema()["$defs"]
     types: Json = {"anyOf": [{"enum": list(OPTIMIZERS)}, {"pattern": f"^{ANY_ADAM}$"}]}
     definitions["OptimizerBlock"]["properties"]["type"] = types
     _add_cases(definitions["OptimizerBlock"], "type", optimizers)

@@ -47,6 +47,8 @@ from zero_tp.run.config.model_block import (
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from zero_tp.engine.param_groups import ParameterGroup
+
 
 SCHEMA = "$schema"
 TOKENIZER_KEY = "zero_tp.tokenizer"
@@ -126,7 +128,10 @@ class RunConfig:
 
         # 3. Refuse: combinations that would train another model, or cannot be trained.
         refuse(Combination.of_run(settings, zero_tp, hf_config.num_hidden_layers))
-        return cls(path, world_size, batch, settings, zero_tp, hf_config, (*removed, *lines))
+        config = cls(path, world_size, batch, settings, zero_tp, hf_config, (*removed, *lines))
+        if zero_tp.param_groups:
+            config.parameter_groups()  # raises what is wrong with them
+        return config
 
     def with_pinned_tokenizer(self) -> RunConfig:
         """Return the config with the commit of its tokenizer.
@@ -265,6 +270,15 @@ class RunConfig:
             if FROM_PRETRAINED in self.zero_tp.model
             else None
         )
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """Return the optimizer's groups of all parameters of the model."""
+        # Only here: it loads the layers' classes.
+        from zero_tp.engine.param_groups import config_groups
+
+        assert self.settings.optimizer is not None, "a run's config has one"
+        params = self.settings.optimizer.params
+        return config_groups(self.hf_config(), self.zero_tp.param_groups, params)
 
     def hf_config(self) -> PreTrainedConfig:
         """Return a new Hugging Face config of `zero_tp.model` with `zero_tp.attention`.

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
-from zero_tp.base.settings.optimizer import Muon
+from zero_tp.base.settings.optimizer import Muon, OptimizerParams
+from zero_tp.base.settings.param_groups import ParamGroup
+from zero_tp.engine.param_groups import divide_parameters
 from zero_tp.engine.zero.matrices import matrices_of
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.model_class import model_class
 from zero_tp.model.parallel_model import ParallelModel
-from zero_tp.model.parameter_kinds import divide_for_muon, parameter_kinds
-from zero_tp.parallel.layout import whole_shape
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning import formulas
@@ -49,30 +49,32 @@ class ModelSize(NamedTuple):
 
 
 def model_size(
-    config: PretrainedConfig, tensor: int, sequence: bool, muon: Muon | None = None
+    config: PretrainedConfig,
+    tensor: int,
+    sequence: bool,
+    param_groups: Sequence[ParamGroup] = (),
+    params: OptimizerParams | None = None,
 ) -> ModelSize:
     """Build a model on the meta device and count its parameters.
 
     Args:
-        muon: of the run, if it is the optimizer: it has groups of its own.
+        param_groups, params: of the run and its optimizer; they decide what DeepSpeed flattens
+            together, and what Muon updates.
     """
     spec = architecture_of(config).spec(config)
     # On the meta device weights have shapes and no memory, so a model of any size is counted on a
     # laptop.
     model = model_class(spec)(config, Topology(tensor, sequence, world=tensor), device="meta")
-    shapes = {name: whole_shape(parameter) for name, parameter in model.named_parameters()}
-    by_muon: tuple[MatrixGroup | None, ...] = ()
-    if muon is None:
-        names = [
-            [name for name, shape in shapes.items() if len(shape) >= 2],
-            [name for name, shape in shapes.items() if len(shape) < 2],
-        ]
-    else:
-        matrices, *rest = divide_for_muon(parameter_kinds(model))
-        names = [matrices, *filter(None, rest)]
-        by_muon = (_matrix_group(model, matrices, muon), *[None] * (len(names) - 1))
+    params = params or OptimizerParams(lr=0.0)
+    divided = divide_parameters(model, param_groups, params)
+    by_muon = tuple(
+        _matrix_group(model, group.names, params)
+        if group.is_muon and isinstance(params, Muon)
+        else None
+        for group in divided
+    )
     groups = tuple(
-        tuple(model.get_parameter(name).numel() for name in members) for members in names if members
+        tuple(model.get_parameter(name).numel() for name in group.names) for group in divided
     )
     modules: list[tuple[int, ...]] = []
     layers: list[int] = []
@@ -86,14 +88,14 @@ def model_size(
             layers.append(
                 int(parts[2]) if "layers" in parts else spec.layers if is_after_layers else -1
             )
-    num_parameters = sum(map(math.prod, shapes.values()))
+    num_parameters = model.num_parameters()
     # The last module of an encoder is not its tied output layer.
     tied = bool(config.tie_word_embeddings) and modules[-1] == modules[0]
     parameters = RankParameters(groups, tuple(modules), tuple(layers), tied, by_muon)
     return ModelSize(spec, parameters, num_parameters)
 
 
-def _matrix_group(model: ParallelModel, names: list[str], muon: Muon) -> MatrixGroup:
+def _matrix_group(model: ParallelModel, names: Sequence[str], muon: Muon) -> MatrixGroup:
     parameters = {name: model.get_parameter(name) for name in names}
     tensor = model.topology.tensor
     matrices = matrices_of(model.config, parameters, tensor, per_head=muon.per_head)
@@ -101,17 +103,19 @@ def _matrix_group(model: ParallelModel, names: list[str], muon: Muon) -> MatrixG
     return MatrixGroup(tuple(names), sizes, tuple(matrices), tensor)
 
 
-def muon_of(config: RunConfig) -> Muon | None:
-    """Return Muon's arguments, if it is the run's optimizer."""
+def params_of(config: RunConfig) -> OptimizerParams | None:
+    """Return the arguments of the run's optimizer, if its config has one."""
     optimizer = config.settings.optimizer
-    params = None if optimizer is None else optimizer.params
-    return params if isinstance(params, Muon) else None
+    return None if optimizer is None else optimizer.params
 
 
 def run_model_size(config: RunConfig) -> ModelSize:
     """Return the `model_size` of a run's model."""
-    parallel = config.zero_tp.parallel
-    return model_size(config.hf_config(), parallel.tensor, parallel.sequence, muon_of(config))
+    block = config.zero_tp
+    parallel = block.parallel
+    groups = block.param_groups
+    params = params_of(config)
+    return model_size(config.hf_config(), parallel.tensor, parallel.sequence, groups, params)
 
 
 @dataclass(frozen=True)

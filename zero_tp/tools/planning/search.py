@@ -27,7 +27,7 @@ from zero_tp.parallel.devices import Device
 from zero_tp.parallel.loss import accumulates_in_fp32, block_positions
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning.dryrun import dry_run
-from zero_tp.tools.planning.memory import ModelSize, PaperMemory, RankMemory, model_size, muon_of
+from zero_tp.tools.planning.memory import ModelSize, PaperMemory, RankMemory, model_size, params_of
 from zero_tp.tools.planning.plan import Estimate
 from zero_tp.tools.planning.plan_settings import Workload, ZeroSettings, workload_of
 from zero_tp.tools.planning.tracking import MemorySample
@@ -147,7 +147,9 @@ class Search:
             if left_over or (sequence and (tensor == 1 or run_workload.length % tensor)):
                 continue
             try:
-                model = model_size(config.hf_config(), tensor, sequence, muon_of(config))
+                groups = config.zero_tp.param_groups
+                params = params_of(config)
+                model = model_size(config.hf_config(), tensor, sequence, groups, params)
             except UserError:  # heads or MLP do not divide
                 continue
             # Fused attention has no activations that selective recomputation could drop.

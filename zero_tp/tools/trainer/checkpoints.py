@@ -138,6 +138,12 @@ def resume_states(zero: ZeroEngine, scheduler: Any, folder: Path, seed: int) -> 
                 "config, which this run "
                 "does not have; give the block again"
             )
+        groups = zero.optimizer.param_groups
+        if len(groups) != len(progress.learning_rates):
+            raise UserError(
+                f"{checkpoint.path}: its optimizer has {len(progress.learning_rates)} groups of "
+                f"parameters, and this run's has {len(groups)}; give the param_groups of the save"
+            )
         scheduler.load_state_dict(progress.schedule)
-        for group, rate in zip(zero.optimizer.param_groups, progress.learning_rates, strict=True):
+        for group, rate in zip(groups, progress.learning_rates, strict=True):
             group["lr"] = rate  # a torch scheduler's state does not have it

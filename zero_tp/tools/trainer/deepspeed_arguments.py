@@ -11,7 +11,7 @@ from typing import Any
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
 from zero_tp.base.errors import UserError
-from zero_tp.base.settings.optimizer import OPTIMIZERS, offloads_optimizer, params_model
+from zero_tp.base.settings.optimizer import ELEMENTWISE, offloads_optimizer, params_model
 from zero_tp.base.settings.resolve import BATCH_FIELDS, look_up
 from zero_tp.base.settings.schedule import DEEPSPEED_SCHEDULES
 
@@ -75,7 +75,7 @@ def _argument_keys(values: dict[str, Any]) -> Iterator[str]:
     )
     optimizer = look_up(values, "optimizer.type")
     scheduler = look_up(values, "scheduler.type")
-    if str(optimizer).lower() in map(str.lower, OPTIMIZERS):
+    if str(optimizer).lower() in map(str.lower, ELEMENTWISE):
         torch_adam = bool(look_up(values, "optimizer.params.torch_adam"))
         model = params_model(str(optimizer).lower(), torch_adam, offloads_optimizer(values))
         yield from _fields("optimizer", OPTIMIZER_ARGUMENTS, model.model_fields)

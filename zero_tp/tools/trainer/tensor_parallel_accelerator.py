@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
-from zero_tp.base.settings.optimizer import OPTIMIZERS, REFUSED_OPTIMIZERS
+from zero_tp.base.settings.optimizer import ELEMENTWISE, REFUSED_OPTIMIZERS
+from zero_tp.base.settings.param_groups import ParamGroup
 from zero_tp.base.settings.schema import Parallel
 from zero_tp.engine.guards import check_hooks, check_replicas
+from zero_tp.engine.param_groups import optimizer_groups
 from zero_tp.engine.settings.parse import check_settings
 from zero_tp.engine.settings.rule import EntryPoint
 from zero_tp.engine.settings.rules import notes
@@ -37,7 +39,7 @@ from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.parallel.layout import audit
 from zero_tp.parallel.topology import Topology
 
-TRAINABLE_OPTIMIZERS = {*OPTIMIZERS, "FusedAdam", "DeepSpeedCPUAdam"}
+TRAINABLE_OPTIMIZERS = {*ELEMENTWISE, "FusedAdam", "DeepSpeedCPUAdam"}
 """Classes of optimizers that were compared with the plain model: they update a shard as they
 update the tensor.
 """
@@ -91,6 +93,7 @@ class TensorParallelAccelerator(Accelerator):
         topology: Topology,
         clipping: float | None,
         on_engine: Callable[[ZeroEngine], None],
+        param_groups: Sequence[ParamGroup] = (),
         **options: Any,
     ) -> None:
         """Take Accelerator's arguments.
@@ -98,6 +101,8 @@ class TensorParallelAccelerator(Accelerator):
         Args:
             clipping: the bound on the gradient norm, unless DeepSpeed's config has one.
             on_engine: called with each engine.
+            param_groups: of an optimizer that DeepSpeed's config names; by default it has one group
+                of all parameters, as under plain Trainer.
 
         Raises:
             UserError: no ranks are connected.
@@ -112,6 +117,7 @@ class TensorParallelAccelerator(Accelerator):
         self.topology = topology
         self.clipping = clipping
         self.on_engine = on_engine
+        self.param_groups = param_groups
         # By default accelerate reads an iterable data set on rank 0 only and slices each batch for
         # all ranks.
         self.dataloader_config.dispatch_batches = (
@@ -155,7 +161,7 @@ class TensorParallelAccelerator(Accelerator):
         # the model, replicas after it has broadcast weights over DP.
         audit(model, self.topology)
         check_trainable(model)
-        zero.initialize(model, optimizer.params if isinstance(optimizer, DummyOptim) else optimizer)
+        zero.initialize(model, self._trainable(model, optimizer, settings))
         check_replicas(model, self.topology)
         if not hasattr(zero.optimizer, "overflow"):
             zero.optimizer.overflow = False  # accelerate checks once for it, before ZeRO-0 sets it
@@ -175,6 +181,19 @@ class TensorParallelAccelerator(Accelerator):
         self._optimizers.append(wrapped)
         self.on_engine(zero)
         return tuple(result)
+
+    def _trainable(
+        self, model: Any, optimizer: Any, settings: DeepSpeedSettings
+    ) -> list[Any] | torch.optim.Optimizer:
+        """Return the optimizer, or the parameters of one that DeepSpeed makes."""
+        if not isinstance(optimizer, DummyOptim):
+            assert isinstance(optimizer, torch.optim.Optimizer)
+            return optimizer
+        if not self.param_groups:
+            parameters: list[Any] = optimizer.params
+            return parameters
+        assert settings.optimizer is not None, "its block made accelerate's dummy"
+        return optimizer_groups(model, self.param_groups, settings.optimizer.params)
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -243,7 +262,7 @@ def _sharded_optimizer(
             )
         raise UserError(
             f"optimizer {name} of {library} is refused: {reason}; use one of "
-            f"{', '.join(OPTIMIZERS)}, such as "
+            f"{', '.join(ELEMENTWISE)}, such as "
             'optim="adamw_torch"'
         )
     offloaded = settings.zero_optimization.optimizer_device != "none"

@@ -26,7 +26,10 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
 from zero_tp.base.errors import UserError
+from zero_tp.base.settings.optimizer import OptimizerParams
+from zero_tp.base.settings.param_groups import ParamGroup, parse_param_groups
 from zero_tp.data.tokenizer_files import match_tokenizer
+from zero_tp.engine.param_groups import optimizer_groups
 from zero_tp.engine.zero.build_lock import report_build_locks
 from zero_tp.engine.zero.ops import disable_shared_memory_collectives
 from zero_tp.engine.zero.zero_engine import ZeroEngine
@@ -97,6 +100,7 @@ class TensorParallel(Base):
         *arguments: Any,
         tensor_parallel: int = 1,
         sequence_parallel: bool = True,
+        param_groups: Sequence[ParamGroup | Mapping[str, Any]] = (),
         **options: Any,
     ):
         """Take Trainer's arguments; `args` has DeepSpeed's config. Collective over all ranks.
@@ -106,6 +110,7 @@ class TensorParallel(Base):
                 zero_tp model, which has its topology already.
             tensor_parallel: TP degree for a transformers model.
             sequence_parallel: also use SP.
+            param_groups: as in `zero_tp.param_groups`; by default those of Trainer.
 
         Raises:
             UserError: no DeepSpeed config; frozen parameters; an argument that is not exact here;
@@ -142,6 +147,7 @@ class TensorParallel(Base):
             self.topology = Topology(tensor_parallel, sequence_parallel)
             model = parallel_model(model, self.topology, seed=args.seed, device=args.device)
         _check_batch(args, self.topology)
+        self._param_groups = parse_param_groups(param_groups)
         self._labelled_rows: Tensor | None = None
         super().__init__(model, args, *arguments, **options)
         if self.compute_loss_func is not None:
@@ -201,7 +207,9 @@ class TensorParallel(Base):
         options = {**self._accelerator_options, "deepspeed_plugin": None}
         clipping = self.args.max_grad_norm
         on_engine = partial(setattr, self, "zero")
-        self.accelerator = TensorParallelAccelerator(self.topology, clipping, on_engine, **options)
+        self.accelerator = TensorParallelAccelerator(
+            self.topology, clipping, on_engine, self._param_groups, **options
+        )
         # Trainer has stored the method of the accelerator that was just replaced.
         self.gather_function = self.accelerator.gather_for_metrics
 
@@ -338,6 +346,19 @@ class TensorParallel(Base):
                 metrics[name] = round(steps / seconds, 3)
 
     # ---- checkpoints -----------------------------------------------------------------------------
+
+    def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(*arguments, **options)
+        if is_new and self._param_groups:
+            # Of an optimizer that DeepSpeed's config names, the accelerator makes the groups.
+            optimizer.param_groups.clear()
+            params = OptimizerParams(
+                lr=self.args.learning_rate, weight_decay=self.args.weight_decay
+            )
+            for group in optimizer_groups(self.model, self._param_groups, params):
+                optimizer.add_param_group(group)
+        return optimizer
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
