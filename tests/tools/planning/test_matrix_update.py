@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -144,7 +143,7 @@ def test_operations_are_those_of_the_owner_with_the_most() -> None:
     assert update.sent_bytes.sum() < 2 * 2 * 24 * 12 * hidden**2
     json_of_plan = at_gpt2.as_json()
     assert json_of_plan["muon"][0]["flops_of_rank"] == max(loads)
-    assert 0 < json_of_plan["step_seconds"]["Newton-Schulz"]
+    assert json_of_plan["step_seconds"]["Newton-Schulz"] > 0
     text = plan_report.describe(at_gpt2)
     assert "Muon: 96 matrices in 1 round; a rank owns 12 (" in text and "matrix exchange" in text
 
