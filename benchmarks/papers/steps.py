@@ -65,7 +65,10 @@ def first_step(memory: RankMemory) -> list[Point]:
     """
     settings = replace(memory.zero.settings, moments=0, matrix_moments=0)
     before = replace(memory.zero, settings=settings)
-    return [*replace(memory, zero=before).points[:-2], *memory.points[-2:]]
+    *points, update, end = memory.points
+    if memory.zero.settings.iteration is not None:
+        update = memory.point("step", update.position, memory.zero.in_first_update())
+    return [*replace(memory, zero=before).points[: len(points)], update, end]
 
 
 def _two_steps(config: RunConfig) -> list[Followed]:

@@ -82,6 +82,9 @@ BUFFER = (
 )
 
 
+MUON = 'optimizer={"type": "Muon", "params": {"lr": 0.001}}'
+
+
 def family(name: str, *overrides: str, model: dict[str, Any] | None = None) -> list[str]:
     sizes = {
         "hidden_size": 256,
@@ -237,6 +240,12 @@ CONFIGS += [
     ["zero_optimization.stage=1", *WIDER, "communication_data_type=fp32"],
     ["zero_optimization.stage=0", "gradient_accumulation_steps=2", "communication_data_type=fp32"],
 ]
+CONFIGS += [
+    [f"zero_optimization.stage={stage}", f"zero_tp.parallel.tensor={tensor}", MUON]
+    for stage in range(4)
+    for tensor in (1, 2)
+]
+CONFIGS += [family("qwen2_moe", "zero_optimization.stage=1", MUON)]
 WORLD = 4
 NAMES = [
     " ".join(re.sub(r'.*"model_type": "([\w-]+)".*', r"\1", one).split(".")[-1] for one in config)

@@ -111,7 +111,7 @@ def matrices_of(
         UserError: a file's tensor of which another parameter has a part.
     """
     head_size = architecture_of(config).spec(config).head_size
-    maps: dict[str, dict[str, Spans]] = {}
+    maps: dict[str, dict[str, ExpertRows]] = {}
     transposed: dict[str, bool] = {}
     for weight in weights_of(config):
         if weight.our_name not in parameters:
@@ -121,16 +121,16 @@ def matrices_of(
             transposed[name] = weight.transposed
     matrices = list[Matrix]()
     for name, by_parameter in maps.items():
-        height = next(along.local_length for along in by_parameter.values())
-        covered = sum(part.length for along in by_parameter.values() for part in along)
+        height = next(along.local_length for _, along in by_parameter.values())
+        covered = sum(part.length for _, along in by_parameter.values() for part in along)
         if covered != height:
             raise UserError(
                 f"zero_tp.param_groups: {covered} of the {height} rows of {name} are in a group of "
                 "Muon; give all of its parameters the same optimizer"
             )
         parts = tuple(
-            _part(parameter, parameters[parameter], along, tensor)
-            for parameter, along in by_parameter.items()
+            _part(parameter, parameters[parameter], rows, tensor)
+            for parameter, rows in by_parameter.items()
         )
         columns = whole_shape(parameters[parts[0].parameter])[-1]
         matrix = Matrix(name, (height, columns), transposed[name], parts)
@@ -154,30 +154,34 @@ def heads_of(matrix: Matrix, size: int) -> Iterator[Matrix]:
         yield Matrix(name, (size, matrix.shape[1]), matrix.is_transposed, parts)
 
 
-def _rows_of_matrices(weight: Weight, shape: tuple[int, ...]) -> Iterator[tuple[str, Spans]]:
-    """Yield Hugging Face's name and the map between our parameter's rows and the tensor's.
+ExpertRows = tuple[int, Spans]
+"""(number of the expert in a stacked parameter [E, o, i], else 0; the map between its rows and a
+tensor's).
+"""
 
-    Of a stacked parameter [E, o, i], the rows of all experts follow one another.
-    """
-    rows = shape[-2]
-    total = rows * (weight.experts or 1)
+
+def _rows_of_matrices(weight: Weight, shape: tuple[int, ...]) -> Iterator[tuple[str, ExpertRows]]:
+    """Yield Hugging Face's name and the rows of our parameter that its tensor has."""
     for expert, matrix in enumerate(weight.matrices()):
-        for name, along in matrix.spans(rows).items():
-            moved = tuple(
-                Span(start + expert * rows, local, length) for start, local, length in along
-            )
-            yield name, Spans(moved, total, along.local_length)
+        for name, along in matrix.spans(shape[-2]).items():
+            yield name, (expert, along)
 
 
-def _part(name: str, parameter: nn.Parameter, rows: Spans, tensor: int) -> MatrixPart:
+def _part(name: str, parameter: nn.Parameter, rows: ExpertRows, tensor: int) -> MatrixPart:
     layout = layout_of(parameter, name)
     shape = whole_shape(parameter)
+    expert, along = rows
     shards = []
     for rank in range(tensor):
         *experts, of_one, columns = layout.spans(shape, rank, tensor)
-        # Experts are whole on each rank, one after the other.
-        shard_rows = Spans.concatenate([of_one] * math.prod(e.local_length for e in experts))
+        # Experts are whole on each rank, one after the other. Only this one's rows are mapped: maps
+        # of all rows took minutes for 18,624 matrices.
+        first = expert * of_one.local_length
+        own = tuple(
+            Span(first + start, local, length) for start, local, length in of_one.onto(along)
+        )
+        total = of_one.local_length * math.prod(each.local_length for each in experts)
         (run,) = columns
         assert run.length == columns.local_length, f"{name}: padded columns"
-        shards.append(ShardRows(shard_rows.onto(rows), run.whole))
+        shards.append(ShardRows(Spans(own, total, along.local_length), run.whole))
     return MatrixPart(name, tuple(shards), isinstance(layout, Replicated))

@@ -86,10 +86,12 @@ class MatrixUpdate:
     """Muon's update of one step.
 
     Attributes:
+        numel: elements of the matrices on one TP rank, before ZeRO partitions them.
         exchanges: one for each call of the optimizer.
         iteration: of Newton-Schulz, in the dtype of the messages.
     """
 
+    numel: int
     exchanges: tuple[Exchange, ...]
     iteration: NewtonSchulz
 
@@ -111,6 +113,19 @@ class MatrixUpdate:
                 flops[owner] += self.iteration.flops(*shape)
         return flops
 
+    @property
+    def matrices(self) -> int:
+        return sum(len(each.shapes) for each in self.exchanges)
+
+    @cached_property
+    def owned(self) -> Counts:
+        """Return the number and the elements of each rank's matrices. [2, ranks]"""
+        owned = np.zeros((2, len(self.flops)), np.int64)
+        for each in self.exchanges:
+            for _, owner, (rows, columns) in each.shapes:
+                owned[:, owner] += 1, rows * columns
+        return owned
+
     @cached_property
     def sent_bytes(self) -> Counts:
         """Return the bytes that each rank sends to others in a step. [ranks]"""
@@ -121,6 +136,17 @@ class MatrixUpdate:
     def temporaries(self) -> Counts:
         """Return the most bytes of temporaries of each rank. [ranks]"""
         return np.max([self._temporaries(each).max(axis=0) for each in self.exchanges], axis=0)
+
+    def as_json(self) -> dict[str, int]:
+        """Return the sizes, of the rank with the most of each, with units in the names."""
+        return {
+            "matrices": self.matrices,
+            "owned_matrices": int(self.owned[0].max()),
+            "flops_of_rank": int(self.flops.max()),
+            "sent_bytes": int(self.sent_bytes.max()),
+            "rounds": self.rounds,
+            "temporary_bytes": int(self.temporaries.max()),
+        }
 
     def _temporaries(self, exchange: Exchange) -> Counts:
         # Of a round, in elements of the messages' dtype; the directions are fp32:
@@ -156,7 +182,7 @@ def matrix_update(
         _exchange(matrices, group.tensor, partition, holders, iteration)
         for matrices in by_call.values()
     )
-    return MatrixUpdate(exchanges, iteration)
+    return MatrixUpdate(sum(group.sizes), exchanges, iteration)
 
 
 class _Holders:

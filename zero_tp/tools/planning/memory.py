@@ -172,14 +172,14 @@ class RankMemory:
                 sample.phase, sample.gradients, sample.layer, sample.transients
             )
             points.append(
-                self._point(sample.phase, position, states, sample.activations, sample.transients)
+                self.point(sample.phase, position, states, sample.activations, sample.transients)
             )
         return [
             *points,
-            self._point("reduce", 2.0, zero.in_last_reduction()),
-            self._point("step", 2.25, zero.in_grad_conversion()),
-            self._point("step", 2.5, zero.in_update()),
-            self._point("step", 3.0, zero.states),
+            self.point("reduce", 2.0, zero.in_last_reduction()),
+            self.point("step", 2.25, zero.in_grad_conversion()),
+            self.point("step", 2.5, zero.in_update()),
+            self.point("step", 3.0, zero.states),
         ]
 
     @cached_property
@@ -201,7 +201,7 @@ class RankMemory:
             + self.activation_checkpoint_bytes[1]
         )
 
-    def _point(
+    def point(
         self,
         phase: str,
         position: float,
@@ -209,6 +209,7 @@ class RankMemory:
         activations: float = 0.0,
         transients: float = 0.0,
     ) -> Point:
+        """Return a point with these model states."""
         sizes = {name: float(getattr(states, name)) for name in STATE_CATEGORIES}
         sizes |= {
             "activations": self.activation_checkpoint_bytes[0] + activations,

@@ -13,6 +13,7 @@ from zero_tp.parallel.devices import Device
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning import formulas
 from zero_tp.tools.planning.dryrun import dry_run
+from zero_tp.tools.planning.matrix_update import MatrixUpdate
 from zero_tp.tools.planning.memory import (
     ModelSize,
     PaperMemory,
@@ -59,8 +60,19 @@ class Estimate:
         parameters = self.model.parameters
         tensors = sum(map(len, parameters.groups))
         return StepTimeEstimator(
-            self.model.spec, self.workload, self.device, self.settings, parameters.total, tensors
+            self.model.spec,
+            self.workload,
+            self.device,
+            self.settings,
+            parameters.total,
+            tensors,
+            self.muon,
         ).estimate()
+
+    @property
+    def muon(self) -> tuple[MatrixUpdate, ...]:
+        """Return the update of each group of matrices; none under another optimizer."""
+        return tuple(each for each in self.memory.zero.matrix_updates if each is not None)
 
     @property
     def communicators(self) -> int:
@@ -266,6 +278,7 @@ class Plan(Estimate):
                 "days": self.run_seconds / DAY,
                 "device_hours": self.run_seconds * self.ranks / HOUR,
             },
+            "muon": [each.as_json() for each in self.muon],
             "model_flops": self.model_flops,
             "mfu": self.mfu,
         }

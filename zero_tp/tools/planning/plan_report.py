@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tqdm import tqdm
 
 from zero_tp.base.constants import GIB, MIB, in_gib
+from zero_tp.tools.planning.matrix_update import MatrixUpdate
 from zero_tp.tools.planning.memory import CATEGORIES, Point
 from zero_tp.tools.planning.plan import DAY, HOUR, Estimate, Plan
 from zero_tp.tools.planning.search import Search
@@ -135,6 +136,7 @@ def time_lines(plan: Plan) -> list[str]:
     for name, seconds in plan.time.terms().items():
         if seconds:
             lines.append(f"  {name:26}{factor * seconds:10.3f}{seconds / total:8.1%}")
+    lines += map(muon_line, plan.muon)
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
     speed = plan.step_tokens / total
     lines.append(
@@ -161,6 +163,17 @@ def time_lines(plan: Plan) -> list[str]:
         f"  a layer, one micro-batch: forward {layer['forward']}, backward "
         f"{layer['backward']}{recompute}",
     ]
+
+
+def muon_line(update: MatrixUpdate) -> str:
+    """Describe what Muon's update takes on the rank with the most of each."""
+    flops = tqdm.format_sizeof(float(update.flops.max()))
+    plural = "" if update.rounds == 1 else "s"
+    return (
+        f"  Muon: {update.matrices:,} matrices in {update.rounds} round{plural}; a rank owns "
+        f"{update.owned[0].max():,} ({flops}FLOP), sends {in_gib(float(update.sent_bytes.max()))} "
+        f"GiB and has {in_gib(float(update.temporaries.max()))} GiB of temporaries"
+    )
 
 
 def dry_run_lines(planned: Point, measured: Point, seconds: float) -> list[str]:

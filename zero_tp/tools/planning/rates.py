@@ -113,6 +113,24 @@ class Rates:
         latency = BASE_LATENCY + far_hops * FAR_HOP + (ranks - 1 - far_hops) * NEAR_HOP
         return calls * latency + size * (ranks - 1) / ranks / (speed * 1e9)
 
+    def all_to_all_seconds(self, size: float, ranks: int) -> float:
+        """Return the seconds of an all-to-all over ranks that follow each other.
+
+        Each rank sends to all others at once, inside the node and out of it at the same time.
+
+        Args:
+            size: the most bytes that one rank sends to others or receives from them.
+        """
+        if ranks == 1:
+            return 0.0
+        device = self.device
+        near = min(device.per_node, ranks) - 1
+        far_share = 1 - near / (ranks - 1)
+        inside = size * (1 - far_share) / (device.intra_gbps * device.link_share * 1e9)
+        outside = size * far_share / (device.inter_gbps * device.inter_share * 1e9)
+        hop = FAR_HOP if far_share else NEAR_HOP
+        return BASE_LATENCY + hop + max(inside, outside)
+
     def slowdown(self, seconds: float) -> float:
         """Return the seconds that products lose to a concurrent collective of so many seconds.
 

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.flops import forward_flops, head_products
 from zero_tp.parallel.devices import Device
 from zero_tp.tools.planning.formulas import Layer
+from zero_tp.tools.planning.matrix_update import MatrixUpdate
 from zero_tp.tools.planning.plan_settings import Workload, ZeroSettings
 from zero_tp.tools.planning.rates import Rates, matrix_flops
 from zero_tp.tools.planning.zero import ALLREDUCE_BUCKET
@@ -90,6 +93,9 @@ class StepTime:
         dp_communication: exposed collectives over DP, and the slowdown of the products that overlap
             the others.
         optimizer: the update.
+        newton_schulz: the products by which Muon orthogonalises matrices, of the rank with the most
+            in each round.
+        matrix_exchange: messages between shards and the matrices' owners.
         host: copies to and from host memory.
         launches: what starting kernels adds.
         layer: of one layer and micro-batch.
@@ -101,6 +107,8 @@ class StepTime:
     tp_communication: float
     dp_communication: float
     optimizer: float
+    newton_schulz: float
+    matrix_exchange: float
     host: float
     launches: float
     layer: LayerTime
@@ -117,6 +125,8 @@ class StepTime:
             "TP communication": self.tp_communication,
             "DP communication": self.dp_communication,
             "optimizer": self.optimizer,
+            "Newton-Schulz": self.newton_schulz,
+            "matrix exchange": self.matrix_exchange,
             "host copies": self.host,
             "launches": self.launches,
         }
@@ -135,6 +145,7 @@ class StepTimeEstimator:
     Attributes:
         parameters: elements on one rank before ZeRO partitions them (Ψ/t).
         tensors: their number.
+        muon: the update of each group of matrices.
     """
 
     spec: TransformerSpec
@@ -143,6 +154,7 @@ class StepTimeEstimator:
     zero: ZeroSettings
     parameters: float
     tensors: int = 0
+    muon: tuple[MatrixUpdate, ...] = ()
 
     @cached_property
     def rates(self) -> Rates:
@@ -373,6 +385,8 @@ class StepTimeEstimator:
                 layers * layer.forward.total + head.total, backward
             ),
             optimizer=optimizer,
+            newton_schulz=sum(map(self._newton_schulz, self.muon)),
+            matrix_exchange=sum(map(self._matrix_exchange, self.muon)),
             host=host,
             launches=0.0 if self.device.is_cpu else LAUNCH_SECONDS * self.launches(),
             layer=layer,
@@ -478,6 +492,8 @@ class StepTimeEstimator:
         g = zero.grad_accum_itemsize
         part = self.parameters / (zero.data if zero.stage else 1)
         # Reads and writes masters and moments, and writes the rounded weights.
+        # An element that Muon updates has other traffic.
+        matrices, by_muon = self._muon_traffic()
         states = 2 * (4 + zero.moments) + e
         if zero.runs_fused_update:
             return part * (g + g + states)
@@ -491,7 +507,52 @@ class StepTimeEstimator:
         scan, flat = (2 * g, 2 * g) if zero.stage else (0, 0)
         converted = g + 4 if g < 4 else 0
         # The optimizer reads fp32 gradients. The masters are read again to be rounded.
-        return part * (norm + scan + flat + converted + clipped + 4 + states + 4)
+        elementwise = part * (norm + scan + flat + converted + clipped + 4 + states + 4)
+        return elementwise + by_muon - matrices * (4 + states - e)
+
+    def _muon_traffic(self) -> tuple[float, float]:
+        """Return (elements of this rank's shards of matrices, bytes that their update moves)."""
+        zero = self.zero
+        numel = sum(each.numel for each in self.muon) / (zero.data if zero.stage else 1)
+        traffic = 0.0
+        for each in self.muon:
+            size = each.itemsize
+            # Momentum, the direction, decay and the result's sum, in fp32; the message is joined
+            # and cast.
+            shards = 12 + 12 + 8 + 8 + size + 8 + (4 + size if size < 4 else 0)
+            # An owner joins a shard's rows and copies them into the matrix, takes the norm and
+            # divides; the result is split and joined.
+            owned = (4 + 3 + 4) * size * float(each.owned[1].max())
+            traffic += shards * each.numel / (zero.data if zero.stage else 1) + owned
+        return numel, traffic
+
+    def _newton_schulz(self, update: MatrixUpdate) -> float:
+        """Return the seconds of products: in each round all ranks wait for the slowest owner."""
+        seconds = dict[tuple[int, int], float]()
+        total = 0.0
+        for exchange in update.exchanges:
+            by_owner = np.zeros(exchange.sent.shape)
+            for number, owner, shape in exchange.shapes:
+                if shape not in seconds:
+                    short, long = sorted(shape)
+                    product = self.rates.product_seconds
+                    seconds[shape] = update.iteration.steps * (
+                        product(short, short, long)
+                        + product(short, short, short)
+                        + product(short, long, short)
+                    )
+                by_owner[number, owner] += seconds[shape]
+            total += float(by_owner.max(axis=1).sum())
+        return total
+
+    def _matrix_exchange(self, update: MatrixUpdate) -> float:
+        """Return the seconds of two all-to-alls a round, over all ranks."""
+        ranks = len(update.flops)
+        return sum(
+            self.rates.all_to_all_seconds(update.itemsize * float(moved), ranks)
+            for exchange in update.exchanges
+            for moved in exchange.moved.flat
+        )
 
     def launches(self) -> float:
         """Return the number of kernels of a step that an accelerator starts."""
@@ -503,6 +564,11 @@ class StepTimeEstimator:
         passes = zero.accumulation * ((layers + recomputed / 3) * of_layer + LOSS_LAUNCHES)
         # A rank of stages 1 and 2 updates the parameters of its partition; stage 3 cuts each one.
         tensors = self.tensors / (zero.data if zero.stage in (1, 2) else 1)
+        for each in self.muon:
+            # Three products an iteration, and eight others a matrix; a sum into each rank's part.
+            owned = float(each.owned[0].max()) * (3 * each.iteration.steps + 8)
+            parts = each.matrices / (zero.data if zero.stage in (1, 2) else 1)
+            passes += owned + parts
         if zero.runs_fused_update:
             return passes + tensors * (1 if self.workload.compiled else 4)
         chunks = 3 * self.parameters / (zero.data if zero.stage else 1) / CHUNK_ELEMENTS

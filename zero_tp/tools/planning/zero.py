@@ -561,6 +561,21 @@ class ZeroMemory:
         updates = [self._in_update(numel, temporaries) for numel, temporaries in self._calls]
         return max(updates, key=lambda state: state.gradients + state.buffers + state.host)
 
+    def in_first_update(self) -> StateBytes:
+        """Return the peak of a run's first update under Muon, in which each call makes the moments
+        of its own group.
+        """
+        sizes = [sum(group) for group in self.parameters.groups]
+        if self.settings.stage:
+            sizes = self.partition_sizes
+        updates = []
+        for number, call in enumerate(self._calls, start=1):
+            # Without ZeRO the one call begins with Muon's group.
+            missing = self._moment_bytes([0] * number + sizes[number:])
+            state = self._in_update(*call)
+            updates.append(state._replace(optimizer=state.optimizer - missing))
+        return max(updates, key=lambda state: state.gradients + state.buffers + state.optimizer)
+
     def _in_update(self, updated: int, temporaries: float) -> StateBytes:
         """Return the peak of one call of the optimizer.
 
