@@ -110,6 +110,7 @@ TRAINED_BY: dict[str, tuple[str, ...]] = {
     "model/recompute/test_recompute": ("zero_tp.recompute", "zero_tp.recompute.layers"),
     "run/config/test_resolve": ("zero_tp.training.tokens",),
     "model/test_compile": ("zero_tp.compile",),
+    "engine/test_param_groups": ("zero_tp.param_groups",),
     "model/test_model": ("zero_tp.attention",),
     "support/matrix": ("zero_tp.objective.type",),
     "run/test_documents_run": ("zero_tp.data.document_attention",),
