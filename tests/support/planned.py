@@ -202,7 +202,7 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     disable_shared_memory_collectives()
     deepspeed.init_distributed("fake", verbose=False)
-    TrainingEngine._initialize_optimizer = initialize_alone  # type: ignore[method-assign]
+    TrainingEngine._initialize_optimizer = initialize_alone  # type: ignore[method-assign,assignment]
     for overrides in json.load(sys.stdin):
         print("RESULT", json.dumps(measure(overrides, world)), flush=True)
     dist.destroy_process_group()
