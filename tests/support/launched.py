@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import os
 import re
@@ -70,12 +72,24 @@ def launch(
     script: str = "launch/pretrain.py",
     checkout: Path = ROOT,
 ) -> list[str]:
-    """The words that start a script on `world` CPU ranks, by "deepspeed" or "torchrun"."""
+    """The words that start a script on `world` CPU ranks, by "deepspeed", "launch.py" or
+    "torchrun".
+
+    "launch.py" is the process that DeepSpeed's runner starts: the runner's imports take as long as
+    all the rest.
+    """
+    machines = json.dumps({"localhost": list(range(world))}).encode()
     words = {
-        "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_accelerators", str(world)],
-        "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", str(world)],
+        "deepspeed": ["deepspeed.launcher.runner", "--num_accelerators", str(world)],
+        "launch.py": [
+            "deepspeed.launcher.launch",
+            f"--world_info={base64.urlsafe_b64encode(machines).decode()}",
+            "--master_addr=127.0.0.1",
+        ],
+        "torchrun": ["torch.distributed.run", "--nproc_per_node", str(world)],
     }[launcher]
-    return [sys.executable, *words, "--master_port", str(free_port()), str(checkout / script)]
+    port = f"--master_port={free_port()}"
+    return [sys.executable, "-m", *words, port, str(checkout / script)]
 
 
 def pretrain(
@@ -102,10 +116,14 @@ def metrics_of(run_directory: Path) -> list[dict[str, Any]]:
 def furnish(directory: Path) -> Path:
     """Put a prepared corpus and a small config, small.json, into `directory`."""
     (directory / "tests").symlink_to(ROOT / "tests")
-    corpus = ROOT / "launch" / "corpus" / "sotu.jsonl.gz"
+    # The first page of each speech: all of them would take a launch's time to tokenise.
+    with gzip.open(ROOT / "launch" / "corpus" / "sotu.jsonl.gz", "rt") as speeches:
+        texts = [json.loads(line)["text"][:3000] for line in speeches]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (directory / "texts.jsonl").write_text("\n".join(lines))
     words = (
         "--input",
-        str(corpus),
+        "texts.jsonl",
         "--tokenizer",
         "bpe:512",
         "--output",
