@@ -11,10 +11,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.pools import preloaded_context
 from tests.support.waits import patience
 from zero_tp.run.metrics_file import METRICS_FILE
 
@@ -64,6 +66,41 @@ def run(
 def zero_tp(directory: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run `zero-tp ARGUMENTS` in `directory`."""
     return run([sys.executable, "-m", "zero_tp", *arguments], directory, variables=variables)
+
+
+def forked_zero_tp(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `zero-tp ARGUMENTS` in a process that does not import the libraries again."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = (Path(folder, "stdout"), Path(folder, "stderr"))
+        process = preloaded_context().Process(
+            target=_main_in_fork, args=(directory, arguments, environment(), files)
+        )
+        process.start()
+        process.join(patience(240))
+        if process.exitcode is None:
+            process.kill()
+        assert process.exitcode is not None, f"{arguments} did not end"
+        return subprocess.CompletedProcess(
+            arguments, process.exitcode, *(file.read_text() for file in files)
+        )
+
+
+def _main_in_fork(
+    directory: Path,
+    arguments: Sequence[str],
+    variables: Mapping[str, str],
+    files: tuple[Path, Path],
+) -> None:
+    from zero_tp import __main__ as module
+
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(directory)
+    for descriptor, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+    sys.argv = [str(module.__file__), *arguments]
+    module.main()
 
 
 def launch(
