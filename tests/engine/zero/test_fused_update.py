@@ -185,6 +185,7 @@ def test_a_gradient_that_is_wrong_on_one_rank_alone_skips_the_step_of_all(
     assert ranks(2).run(skips, stage, optimizer, name) == [[(True, True)] * 4] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_compiled_update_is_torchs_fused_adamw(dtype: torch.dtype, seed: int) -> None:
     """On sizes that are compiled once; the rate, the factor and the count change each step."""
