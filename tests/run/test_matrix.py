@@ -46,7 +46,7 @@ CASES = [
     for part, experts, marks in TIERS
     for grid in GRIDS
 ]
-FIRST_CELL = ("TP 4", "no SP", "ZeRO-3", "full, P_a, cpu", "all offloaded", "× 1", "fp32")
+FIRST_CELL: Cell = ("TP 4", "no SP", "ZeRO-3", "full, P_a, cpu", "all offloaded", "× 1", "fp32")
 """One of those that have every setting. It stands here because choosing them loads thousands of
 configs.
 """
