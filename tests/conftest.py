@@ -74,8 +74,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fast",
         action="store_true",
-        help="run the first case of each test that is fast (tests/support/fast.py): no ranks, no "
-        "commands, no plans",
+        help="run the first case of each test that is fast (tests/support/fast.py) and not marked "
+        "slow: no ranks, no commands, no plans",
     )
 
 
