@@ -1,6 +1,8 @@
 # `make` prints the targets. They use the environment that is active, else .venv.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export DS_ACCELERATOR ?= cpu
+# What one worker compiles, the other and the next run read.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help fast test types format docs bench
 
@@ -9,7 +11,7 @@ help: ## print the targets
 		| awk -F '|' '{ printf "make %-8s %s\n", $$1, $$2 }'
 
 fast: ## the tests that start no ranks, of every package (a minute)
-	python -m pytest -n 2 --fast
+	python -m pytest -n 2 --dist loadfile --fast
 
 test: ## set-up, lint, types and the plain tests (8 minutes on 2 idle cores)
 	bash tests/run.sh

@@ -74,8 +74,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fast",
         action="store_true",
-        help="run the first case of each test that is fast (tests/support/fast.py): no ranks, no "
-        "commands, no plans",
+        help="run the first case of each test that is fast (tests/support/fast.py) and not marked "
+        "slow: no ranks, no commands, no plans",
     )
 
 
@@ -131,14 +131,15 @@ def pytest_collection_modifyitems(
 
 
 def keep_fast(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect all but the first case of each fast test."""
+    """Deselect all but the first case of each fast test that is not marked slow."""
     functions = set[object]()
     fast, slow = list[pytest.Item](), list[pytest.Item]()
     for item in items:
         function = getattr(item, "function", None)
         is_first = function not in functions
         functions.add(function)
-        (fast if is_first and is_fast(function) else slow).append(item)
+        is_slow = item.get_closest_marker("slow") is not None or not is_fast(function)
+        (fast if is_first and not is_slow else slow).append(item)
     config.hook.pytest_deselected(items=slow)
     items[:] = fast
 

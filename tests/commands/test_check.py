@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.corpora import run
-from tests.support.launched import zero_tp
+from tests.support.launched import forked_zero_tp
 from tests.support.mistakes import RIGHT, changed, written
 from tests.support.tiny_configs import tiny_fields
 from zero_tp.base import cli
@@ -64,7 +64,7 @@ TUTORIAL: dict[str, Any] = {
 
 
 def check(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return zero_tp(path.parent, "check", str(path), *options)
+    return forked_zero_tp(path.parent, "check", str(path), *options)
 
 
 def errors(tmp_path: Path, config: dict[str, Any], world_size: int | None = None) -> list[str]:

@@ -133,10 +133,10 @@ def test_requirements_allow_the_constraints_and_no_untested_release() -> None:
 
 
 def test_what_is_no_command_is_one_line() -> None:
-    done = launched.zero_tp(ROOT, "pretain")
+    done = launched.forked_zero_tp(ROOT, "pretain")
     told = 'error: "pretain" is no command of python -m zero_tp: did you mean "pretrain"?\n'
     assert (done.returncode, done.stderr) == (2, told)
-    listed = launched.zero_tp(ROOT).stdout
+    listed = launched.forked_zero_tp(ROOT).stdout
     assert all(re.search(rf"^    {name} ", listed, re.MULTILINE) for name in COMMANDS)
 
 
@@ -144,7 +144,7 @@ def test_what_is_shipped_has_a_path() -> None:
     assert {"quickstart", "gpt2_355m", "gpt2_2.5b"} <= set(shipped.config_names())
     for name in PATHS:
         assert shipped.shipped_path(PATHS[name]).exists()
-    done = launched.zero_tp(ROOT, "path", "gpt2_2.5b")
+    done = launched.forked_zero_tp(ROOT, "path", "gpt2_2.5b")
     assert json.loads(Path(done.stdout.rstrip("\n")).read_text())["zero_tp"]
 
 
@@ -164,7 +164,7 @@ def test_a_config_is_found_by_its_name_where_no_file_has_it(
     (tmp_path / "quickstart").write_text("{}")
     assert shipped.find_config("quickstart") == Path("quickstart")
     assert shipped.find_config("ds_configs/quickstart.json") == Path("ds_configs/quickstart.json")
-    checked = launched.zero_tp(ROOT, "check", "gpt2_2.5", "--world-size", "8")
+    checked = launched.forked_zero_tp(ROOT, "check", "gpt2_2.5", "--world-size", "8")
     assert checked.returncode == 2
     remedy = 'give the path of a JSON config, or a name of ds_configs: did you mean "gpt2_2.5b"?'
     assert checked.stderr == f"error: gpt2_2.5: no such file; {remedy}\n"

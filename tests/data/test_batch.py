@@ -1,8 +1,9 @@
-"""Rows of separate documents, against documents cut up one by one."""
+"""Rows of separate documents, against documents cut up one by one; batches read ahead."""
 
 from __future__ import annotations
 
 import itertools
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.tiny_models import write_corpus
 from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.base.errors import UserError
-from zero_tp.data.batch import Batch
+from zero_tp.data.batch import Batch, ReadAhead
 from zero_tp.data.samples import PackedSamples, ValidationSamples
 
 Piece = list[int]
@@ -151,3 +152,24 @@ def test_a_corpus_without_anything_to_predict(tmp_path: Path) -> None:
         PackedSamples({str(tmp_path / "c"): 1.0}, 4, 0, separate=True)
     with pytest.raises(UserError, match=message):
         ValidationSamples(tmp_path / "c", 4, separate=True)
+
+
+def test_reading_ahead_gives_what_reading_gives() -> None:
+    read, there = list[int](), threading.Event()
+
+    def reading(step: int) -> list[int]:
+        read.append(step)
+        if step == 4:
+            raise UserError("step 4 can't be read")
+        if step == 3:
+            there.set()
+        return [step]
+
+    with ReadAhead(reading, 3) as ahead:
+        assert ahead.take(2) == [2] and there.wait(60), "it reads while nobody asks"
+        assert ahead.take(3) == [3] and ahead.take(2) == [2]
+    assert sorted(read) in ([2, 2, 3], [2, 2, 3, 3]), "and not beyond the last"
+    with ReadAhead(reading, 9) as ahead:
+        assert ahead.take(3) == [3]
+        with pytest.raises(UserError, match="step 4"):
+            ahead.take(4)

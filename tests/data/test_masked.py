@@ -85,6 +85,7 @@ def segments(
     return (b, a) if row["next_sentence_label"] else (a, b)
 
 
+@pytest.mark.slow
 def test_every_sample_is_two_segments_of_one_document(corpora: dict[str, Path], seed: int) -> None:
     samples = samples_of(corpora["plain"], seed)
     vocabulary, corpus = samples.row_builder.masking.vocabulary, samples.corpora[0]
@@ -107,6 +108,7 @@ def test_every_sample_is_two_segments_of_one_document(corpora: dict[str, Path], 
     ), "each once"
 
 
+@pytest.mark.slow
 def test_segments_are_sentences_of_which_the_longer_is_trimmed(
     corpora: dict[str, Path], seed: int
 ) -> None:
@@ -141,6 +143,7 @@ def trims(first: list[int], second: list[int], a: list[int], b: list[int]) -> bo
     return len(a + b) == min(S - 3, len(first + second))
 
 
+@pytest.mark.slow
 def test_no_full_stop_tells_the_order(corpora: dict[str, Path], seed: int) -> None:
     """Where one segment alone ends with one, it is as often the earlier as the later: no window is
     cut at its end.
@@ -157,6 +160,7 @@ def test_no_full_stop_tells_the_order(corpora: dict[str, Path], seed: int) -> No
     assert abs(earlier / (earlier + later) - 0.5) < 0.1
 
 
+@pytest.mark.slow
 def test_statistics_on_real_text(corpora: dict[str, Path], seed: int) -> None:
     samples = samples_of(corpora["sentences"], seed)
     vocabulary, count = samples.row_builder.masking.vocabulary, 3000

@@ -56,6 +56,7 @@ def test_lengths_of_ngrams_are_as_one_over_n_and_places_alike(seed: int) -> None
     ), places
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:Random token replacement is not supported with whole word masking"
 )

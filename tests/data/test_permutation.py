@@ -31,6 +31,7 @@ def test_many_entries_are_each_entry(size: int, key: int, data: st.DataObject) -
         order.entries(np.array([size]))
 
 
+@pytest.mark.slow
 def test_permutations_are_uniform_and_differ() -> None:
     size, trials = 10, 1000
     counts = np.zeros((size, size))

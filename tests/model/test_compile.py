@@ -161,6 +161,7 @@ def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor],
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", in_tiers([torch.float32, torch.bfloat16], [torch.bfloat16]))
 @pytest.mark.parametrize(
     ("backend", "device"),
@@ -210,6 +211,7 @@ def test_auto_compiles_on_cuda_alone() -> None:
     assert decided == [[False, True], [True, True], [False, False]]
 
 
+@pytest.mark.slow
 def test_numbers_of_rows_share_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masked tokens differ in number from batch to batch; dynamo gives up after eight kernels of
     one function.

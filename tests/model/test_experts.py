@@ -118,11 +118,11 @@ ON_RANKS = list(itertools.product(OWN, [2, 4], [False, True], ROUTINGS))
 ON_RANKS_FIRST = [
     ("mixtral", 4, True, "random"),
     ("mixtral", 2, False, "unused expert"),
-    ("qwen2_moe", 4, True, "ties"),
-    ("qwen2_moe", 4, False, "random"),
+    ("qwen2_moe", 2, True, "ties"),
+    ("qwen2_moe", 2, False, "random"),
     ("qwen3_moe", 2, True, "one expert"),
     ("qwen3_moe", 4, False, "ties"),
-    ("olmoe", 4, True, "unused expert"),
+    ("olmoe", 2, True, "unused expert"),
     ("olmoe", 2, False, "one expert"),
 ]
 """Each model_type with and without SP, each routing twice."""

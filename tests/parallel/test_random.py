@@ -251,7 +251,13 @@ def masks_without_recomputation(ranks: Pools) -> Callable[[str, bool], list[list
         [("eager", False), ("eager", True), ("sdpa", False), ("sdpa", True)], [("eager", True)]
     ),
 )
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "none"])
+@pytest.mark.parametrize(
+    "policy",
+    in_tiers(
+        [name for name in POLICIES if name != "none"],
+        ["all modules", "full, every other layer", "full, contiguous"],
+    ),
+)
 def test_recomputation_replays_the_masks(
     ranks: Pools, masks_without_recomputation: Any, policy: str, attention: str, sequence: bool
 ) -> None:

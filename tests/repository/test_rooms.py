@@ -8,6 +8,7 @@ import ast
 import re
 from functools import cache
 from graphlib import TopologicalSorter
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +24,12 @@ def shelf(module: str) -> str:
 
 
 @cache
+def trees() -> dict[Path, ast.Module]:
+    """Every file of the library → its tree."""
+    return {path: ast.parse(path.read_text()) for path in (ROOT / "zero_tp").rglob("*.py")}
+
+
+@cache
 def imports(*, types: bool = True) -> dict[str, frozenset[str]]:
     """Every module of the library → the modules of the library that it imports, anywhere in its
     file.
@@ -30,20 +37,18 @@ def imports(*, types: bool = True) -> dict[str, frozenset[str]]:
     Args:
         types: those that only a type checker imports, too.
     """
-    files = {
-        path.relative_to(ROOT).with_suffix(""): path for path in (ROOT / "zero_tp").rglob("*.py")
-    }
+    files = {path.relative_to(ROOT).with_suffix(""): path for path in trees()}
     names = {".".join(path.parts).removesuffix(".__init__"): file for path, file in files.items()}
     del names["zero_tp"]  # the public names, which import their modules on first use
     found = {}
     for name, file in names.items():
         targets: set[str] = set()
-        tree = ast.parse(file.read_text())
-        if not types:
-            tree.body = [
-                node for node in tree.body if not ast.unparse(node).startswith("if TYPE_CHECKING:")
-            ]
-        for node in ast.walk(tree):
+        statements = [
+            node
+            for node in trees()[file].body
+            if types or not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+        ]
+        for node in chain.from_iterable(map(ast.walk, statements)):
             if isinstance(node, ast.Import):
                 targets |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:

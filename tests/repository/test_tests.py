@@ -30,6 +30,7 @@ def imported_modules(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
+@pytest.mark.slow
 def test_no_test_file_is_imported() -> None:
     """A helper of two files stands in tests/support/."""
     files = sorted((ROOT / "tests").rglob("*.py"))
@@ -56,9 +57,9 @@ def fast_tests(folder: Path) -> Iterator[str]:
                 *(marks if isinstance(marks, list) else [marks]),
                 *getattr(value, "pytestmark", []),
             ]
-            if not any(mark.name in ("thorough", "heavy", "cuda") for mark in own) and is_fast(
-                value
-            ):
+            if not any(
+                mark.name in ("thorough", "heavy", "cuda", "slow") for mark in own
+            ) and is_fast(value):
                 yield f"{path}::{name}"
 
 

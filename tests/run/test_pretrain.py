@@ -58,7 +58,7 @@ def sets(*changes: str) -> list[str]:
 @pytest.fixture(scope="module")
 def finished(workplace: Path) -> Output:
     """What a run of 8 steps said; it lies in runs/small."""
-    done = succeed(2, workplace)
+    done = succeed(2, workplace, launcher="launch.py")
     return said(done.stdout + done.stderr)
 
 

@@ -44,7 +44,8 @@ def is_fast(test: Any) -> bool:
             return False
         if id(reached) not in seen:
             seen.add(id(reached))
-            waiting += _references(reached)
+            if isinstance(reached, type | types.FunctionType):
+                waiting += _references(reached)
     return True
 
 
@@ -71,24 +72,23 @@ def _function(reached: Any) -> Any:
     return reached
 
 
-def _references(reached: Any) -> Iterator[Any]:
-    """Yield what a function or a class of the tests refers to: globals, and fixtures by its
+@functools.cache  # the same helpers and fixtures serve many tests
+def _references(reached: type | types.FunctionType) -> list[Any]:
+    """Return what a function or a class of the tests refers to: globals, and fixtures by its
     parameters' names.
     """
-    if not isinstance(reached, type | types.FunctionType) or not reached.__module__.startswith(
-        "tests."
-    ):
-        return
+    if not reached.__module__.startswith("tests."):
+        return []
     if isinstance(reached, type):
-        yield from (
+        return [
             member for member in vars(reached).values() if isinstance(member, types.FunctionType)
-        )
-        return
+        ]
     fixtures = vars(importlib.import_module("tests.conftest")) | reached.__globals__
-    for name in inspect.signature(reached).parameters:
-        if isinstance(fixtures.get(name), FixtureFunctionDefinition):
-            yield fixtures[name]
-    yield from _globals(reached.__code__, reached.__globals__)
+    own = [fixtures.get(name) for name in inspect.signature(reached).parameters]
+    return [
+        *(fixture for fixture in own if isinstance(fixture, FixtureFunctionDefinition)),
+        *_globals(reached.__code__, reached.__globals__),
+    ]
 
 
 def _globals(code: types.CodeType, namespace: dict[str, Any]) -> Iterator[Any]:

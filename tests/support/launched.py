@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import os
 import re
@@ -9,10 +11,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.pools import preloaded_context
 from tests.support.waits import patience
 from zero_tp.run.metrics_file import METRICS_FILE
 
@@ -64,18 +68,65 @@ def zero_tp(directory: Path, *arguments: str, **variables: str) -> subprocess.Co
     return run([sys.executable, "-m", "zero_tp", *arguments], directory, variables=variables)
 
 
+def forked_zero_tp(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `zero-tp ARGUMENTS` in a process that does not import the libraries again."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = (Path(folder, "stdout"), Path(folder, "stderr"))
+        process = preloaded_context().Process(
+            target=_main_in_fork, args=(directory, arguments, environment(), files)
+        )
+        process.start()
+        process.join(patience(240))
+        if process.exitcode is None:
+            process.kill()
+        assert process.exitcode is not None, f"{arguments} did not end"
+        return subprocess.CompletedProcess(
+            arguments, process.exitcode, *(file.read_text() for file in files)
+        )
+
+
+def _main_in_fork(
+    directory: Path,
+    arguments: Sequence[str],
+    variables: Mapping[str, str],
+    files: tuple[Path, Path],
+) -> None:
+    from zero_tp import __main__ as module
+
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(directory)
+    for descriptor, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+    sys.argv = [str(module.__file__), *arguments]
+    module.main()
+
+
 def launch(
     world: int,
     launcher: str = "deepspeed",
     script: str = "launch/pretrain.py",
     checkout: Path = ROOT,
 ) -> list[str]:
-    """The words that start a script on `world` CPU ranks, by "deepspeed" or "torchrun"."""
+    """The words that start a script on `world` CPU ranks, by "deepspeed", "launch.py" or
+    "torchrun".
+
+    "launch.py" is the process that DeepSpeed's runner starts: the runner's imports take as long as
+    all the rest.
+    """
+    machines = json.dumps({"localhost": list(range(world))}).encode()
     words = {
-        "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_accelerators", str(world)],
-        "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", str(world)],
+        "deepspeed": ["deepspeed.launcher.runner", "--num_accelerators", str(world)],
+        "launch.py": [
+            "deepspeed.launcher.launch",
+            f"--world_info={base64.urlsafe_b64encode(machines).decode()}",
+            "--master_addr=127.0.0.1",
+        ],
+        "torchrun": ["torch.distributed.run", "--nproc_per_node", str(world)],
     }[launcher]
-    return [sys.executable, *words, "--master_port", str(free_port()), str(checkout / script)]
+    port = f"--master_port={free_port()}"
+    return [sys.executable, "-m", *words, port, str(checkout / script)]
 
 
 def pretrain(
@@ -102,10 +153,14 @@ def metrics_of(run_directory: Path) -> list[dict[str, Any]]:
 def furnish(directory: Path) -> Path:
     """Put a prepared corpus and a small config, small.json, into `directory`."""
     (directory / "tests").symlink_to(ROOT / "tests")
-    corpus = ROOT / "launch" / "corpus" / "sotu.jsonl.gz"
+    # The first page of each speech: all of them would take a launch's time to tokenise.
+    with gzip.open(ROOT / "launch" / "corpus" / "sotu.jsonl.gz", "rt") as speeches:
+        texts = [json.loads(line)["text"][:3000] for line in speeches]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (directory / "texts.jsonl").write_text("\n".join(lines))
     words = (
         "--input",
-        str(corpus),
+        "texts.jsonl",
         "--tokenizer",
         "bpe:512",
         "--output",

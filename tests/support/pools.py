@@ -47,6 +47,13 @@ RANK_ENVIRONMENT = {
 }
 
 
+def preloaded_context() -> Any:
+    """Return the context whose processes are forks of one that has imported the libraries."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.preloaded"])
+    return context
+
+
 class RankError(Exception):
     """A function failed on a rank.
 
@@ -114,8 +121,7 @@ class Pool:
         raise RankError(first, text, kind, message)
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.preloaded"])
+        context = preloaded_context()
         self._folder = tempfile.TemporaryDirectory(prefix="zero_tp_ranks_")
         # The store is in this process: a port that a rank had to find free could be taken before it
         # is used.

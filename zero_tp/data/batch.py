@@ -1,4 +1,4 @@
-"""Batches of packed documents for one forward pass.
+"""Batches of packed documents for one forward pass, and the thread that reads them ahead.
 
 With `data.document_attention` "reset" a token attends only to its own document in the window,
 positions restart with each document, and a document's last token predicts nothing. The rest of a
@@ -9,13 +9,16 @@ documents' starts are read from the index and not guessed from end-of-document t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from zero_tp.base.constants import IGNORE_INDEX
+
+T = TypeVar("T")
 
 PADDING = -1
 """The document number of padding."""
@@ -137,3 +140,41 @@ def positions_of(documents: Tensor) -> Tensor:
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return column - column.masked_fill(~begins, 0).cummax(1).values
+
+
+class ReadAhead(Generic[T]):
+    """Reads the next step's batches, up to step `last`, in a thread.
+
+    A context manager, whose end is that of the thread.
+
+    The batches of a step depend on its number alone.
+    """
+
+    def __init__(self, read: Callable[[int], T], last: int) -> None:
+        self._read = read
+        self._last = last
+        self._thread = ThreadPoolExecutor(1, "read-ahead")
+        self._pending: tuple[int, Future[T]] | None = None
+
+    def __enter__(self) -> ReadAhead[T]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def take(self, step: int) -> T:
+        """Return the batches of `step`, and start to read the next ones.
+
+        It raises the errors of reading them.
+        """
+        pending = self._pending
+        self._pending = None
+        # Another step than the pending one is read at once: the order of steps is the caller's.
+        batches = (
+            pending[1].result() if pending is not None and pending[0] == step else self._read(step)
+        )
+        # No step after the last one: its samples would be read in vain, while the run saves and
+        # ends.
+        if step < self._last:
+            self._pending = step + 1, self._thread.submit(self._read, step + 1)
+        return batches

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero_tp.data.read_ahead import ReadAhead
+from zero_tp.data.batch import ReadAhead
 from zero_tp.run.callback import Callback, TrainState
 from zero_tp.run.process.signals import Requests
 

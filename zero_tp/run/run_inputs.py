@@ -13,9 +13,9 @@ from transformers import PretrainedConfig
 from zero_tp.base.errors import UserError, shown
 from zero_tp.base.settings.resolve import leaves
 from zero_tp.base.weight_files import has_commit, resolve
+from zero_tp.data.batch import ReadAhead
 from zero_tp.data.documents import file_sha256
 from zero_tp.data.masked import MaskedRowBuilder, MaskedSamples, MaskedValidation, Masking
-from zero_tp.data.read_ahead import ReadAhead
 from zero_tp.data.samples import FixedSamples, PackedSamples, TrainingSamples, ValidationSamples
 from zero_tp.data.tokenizer import (
     MaskingVocabulary,

@@ -37,7 +37,6 @@ from zero_tp.parallel.layout import Replicated, audit, layout_of
 from zero_tp.parallel.topology import Topology
 
 EACH_TYPE = pytest.mark.parametrize("model_type", MODEL_TYPES)
-EACH_WORLD = pytest.mark.parametrize("world", in_tiers([2, 4], [4]))
 RECOMPUTED = ("attention_core", "mlp_activation", "norm")
 
 
@@ -53,6 +52,7 @@ def compare(model: Any, reference: Any, tokens: torch.Tensor, expected: Any) -> 
 
 
 @EACH_TYPE
+@examples(3, 25)
 @given(data=st.data())
 def test_one_process(model_type: str, data: st.DataObject) -> None:
     fields = data.draw(decoder_fields(model_type))
@@ -97,7 +97,7 @@ each type `test_one_process` has the maths.
 """
 
 
-@EACH_WORLD
+@pytest.mark.parametrize("world", in_tiers([2, 4], [2]))
 @pytest.mark.parametrize("model_type", in_tiers(MODEL_TYPES, SPLIT_FIRST))
 @examples(2, 3)
 @given(data=st.data())
@@ -122,7 +122,7 @@ def test_logits_loss_and_every_gradient(
         assert counts[0][f"hooks, SP {sequence}"] == parts + sequence * positions + others
 
 
-@EACH_WORLD
+@pytest.mark.parametrize("world", in_tiers([2, 4], [4]))
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ENCODERS])
 def test_each_family(ranks: Pools, seed: int, world: int, family: str) -> None:
     """The same for what has to come up: grouped, replicated and unevenly used KV heads, windows,
@@ -244,7 +244,7 @@ def test_steps_through_zero(
 
 
 @EACH_TYPE
-@examples(3, 10)
+@examples(2, 10)
 @given(data=st.data())
 def test_import_and_export_keep_every_bit(
     model_type: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

@@ -257,6 +257,7 @@ def test_all_fields_of_a_config_are_read_again(model_type: str) -> None:
     assert config_from_json(config.to_dict(), Path("gone")).to_dict() == config.to_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", in_tiers(list(ARCHITECTURES), ["qwen3"]))
 def test_every_field_does_what_its_class_says(model_type: str, tmp_path: Path) -> None:
     architecture, base = ARCHITECTURES[model_type], general_fields(model_type)

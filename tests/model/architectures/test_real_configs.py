@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.launched import zero_tp
+from tests.support.launched import forked_zero_tp
 from tests.support.native import our_class
 from zero_tp.base.errors import UserError
 from zero_tp.model.architectures.configs import (
@@ -196,7 +196,7 @@ def test_every_wrong_field_of_a_file_is_named_at_once(tmp_path: Path) -> None:
     del wrong["quantization_config"]
     write_config(tmp_path, "llama-3.2-1b", **wrong)
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-    done = zero_tp(tmp_path, "sample", "--model", str(tmp_path), "--prompt", "We")
+    done = forked_zero_tp(tmp_path, "sample", "--model", str(tmp_path), "--prompt", "We")
     assert done.returncode == 2
     for line, name in zip(
         done.stderr.splitlines(), ("num_key_value_heads", "attention_dropout"), strict=True

@@ -31,7 +31,7 @@ from zero_tp.run.checkpoint.directory import (
 )
 from zero_tp.run.config import RunConfig
 
-STOP, STEPS = 4, 8
+STOP, STEPS = 2, 4
 
 
 FIRST = [(4, 2, 1, "bf16_fp32_accumulation", "none"), (4, 2, 3, "bf16", "parameters")]

@@ -33,7 +33,8 @@ from zero_tp.base.shipped import config_names, find_config
 from zero_tp.base.validation import ConfigErrors, ConfigModel, nested_model
 from zero_tp.engine.settings.parse import check_settings
 from zero_tp.engine.settings.rule import EntryPoint
-from zero_tp.engine.zero.facts import deepspeed_clips, deepspeed_dict
+from zero_tp.engine.zero.facts import deepspeed_clips
+from zero_tp.engine.zero.zero_engine import deepspeed_dict
 from zero_tp.run.config import ConfigError, RunConfig
 
 TYPED: dict[str, Any] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launched import ROOT, zero_tp
+from tests.support.launched import ROOT, forked_zero_tp
 from zero_tp.run.config import ConfigError, RunConfig
 from zero_tp.run.config.explain import READERS, explain
 
@@ -76,5 +76,5 @@ def test_readers_exist() -> None:
 
 
 def test_check_explains(tmp_path: Path) -> None:
-    done = zero_tp(tmp_path, "check", "quickstart", "--explain", "zero_tp.training.steps")
+    done = forked_zero_tp(tmp_path, "check", "quickstart", "--explain", "zero_tp.training.steps")
     assert done.returncode == 0 and "\nread by    zero_tp.run.loop" in done.stdout, done.stderr

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import rewritten, write_checkpoint
-from tests.support.launched import script, zero_tp
+from tests.support.launched import forked_zero_tp, script
 from tests.support.mistakes import WORLD_SIZE, written
 from tests.support.settings import gpt2_config
 from zero_tp.base.errors import UserError
@@ -65,7 +65,7 @@ def test_a_written_file(tmp_path: Path) -> None:
     values = read_json(path)
     values["zero_tp"]["parallel"] = {"tensor": 2, "fused_products": True}
     path.write_text(json.dumps(values))
-    done = zero_tp(tmp_path, "check", str(path))
+    done = forked_zero_tp(tmp_path, "check", str(path))
     assert done.returncode == 2 and done.stderr.startswith(f"error: {KEY}: true"), done.stderr
 
 

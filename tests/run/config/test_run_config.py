@@ -209,6 +209,7 @@ PATHS = sorted(
 )
 
 
+@pytest.mark.slow
 @given(path=st.sampled_from(PATHS), value=JSON, other=st.sampled_from(PATHS), other_value=JSON)
 @example("zero_tp", {}, "zero_optimization.leaf_module.classes", ["", ""])
 @example("train_batch_size", {"": "auto"}, "activation_checkpointing", None)

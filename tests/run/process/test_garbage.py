@@ -6,6 +6,8 @@ import gc
 import weakref
 from pathlib import Path
 
+import pytest
+
 from tests.support.run_log import train_state
 from zero_tp.run.run_callbacks import COLLECTION_INTERVAL, GarbageCollection
 
@@ -17,6 +19,7 @@ class Ring:
         self.itself = self
 
 
+@pytest.mark.slow
 def test_a_run_collects_after_its_first_step_and_at_each_fiftieth() -> None:
     state, callback, before = train_state(Path("run")), GarbageCollection(), gc.get_freeze_count()
     callback.on_start(state)

@@ -82,6 +82,7 @@ def test_a_rank_whose_store_ends_before_it_reads_the_outcome_ends_like_one_that_
         stores[1].wait_until_all_ready(LIMIT)
 
 
+@pytest.mark.slow
 def test_without_a_store_a_refusal_has_no_order(
     stores: list[JobStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:

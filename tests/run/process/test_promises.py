@@ -9,14 +9,12 @@ tests/run/test_pretrain.py has a resumed run's samples.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -25,7 +23,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.launched import ROOT, default_interrupts, environment, free_port, launch, said
+from tests.support.launched import default_interrupts, environment, launch, said
 from tests.support.waits import patience, wait_until
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.run.checkpoint.run_directory import OwnerChanged, RunOwner, run_directory
@@ -39,31 +37,12 @@ LIMIT_SECONDS = 120.0  # of an idle machine
 LAUNCHER_SECONDS = 20.0  # from a launcher's end to that of its ranks
 
 
-def command_of(launcher: str) -> list[str]:
-    """Return the command that starts promise_rank.py.
-
-    "launch.py" is the process that DeepSpeed's runner starts: the runner's imports take as long as
-    all the rest.
-    """
-    if launcher != "launch.py":
-        return launch(2, launcher, SCRIPT)
-    ranks = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
-    start = [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.launch",
-        f"--world_info={ranks}",
-        "--master_addr=127.0.0.1",
-    ]
-    return [*start, f"--master_port={free_port()}", str(ROOT / SCRIPT)]
-
-
 class Job:
     """One launched job; its processes are known by a word in their command lines."""
 
     def __init__(self, directory: Path, case: str, launcher: str, *options: str) -> None:
         self.marker, self.log = uuid.uuid4().hex, directory / "output.txt"
-        *start, script = command_of(launcher)
+        *start, script = launch(2, launcher, SCRIPT)
         restarts = (
             {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if "--max-restarts" in options else {}
         )

@@ -248,6 +248,7 @@ class QuietExecutor(LocalPipelineExecutor):
             return super().run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deduplicate", in_tiers([True, False], [True]))
 def test_a_stage_whose_task_fails_ends_the_command_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str, deduplicate: bool

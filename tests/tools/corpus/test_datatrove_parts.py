@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.corpora import texts_of, trained_tokenizer, write_jsonl
 from tests.support.corpus_parts import flip_byte, make_parts
-from tests.support.launched import zero_tp
+from tests.support.launched import forked_zero_tp
 from zero_tp.base.errors import UserError
 from zero_tp.data import PrepareSettings, prepare
 from zero_tp.tools.corpus.datatrove import Document, TokenizedCorpus
@@ -171,7 +171,7 @@ def test_a_tokenizer_that_was_replaced_since_the_start_is_refused(
 
 def test_the_command(tmp_path: Path, whole_parts: Path) -> None:
     def prepared(*words: object) -> subprocess.CompletedProcess[str]:
-        return zero_tp(tmp_path, "prepare", "--output", "out", *map(str, words))
+        return forked_zero_tp(tmp_path, "prepare", "--output", "out", *map(str, words))
 
     assert "wrote" in prepared("--merge", whole_parts, "--validation-fraction", "0.1").stdout
     for words, message in (

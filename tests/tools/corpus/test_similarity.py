@@ -70,6 +70,7 @@ def near_copies(chance: random.Random) -> tuple[list[str], list[set[str]]]:
     return texts, [set(shingles(text)) for text in texts]
 
 
+@pytest.mark.slow
 def test_near_duplicates_against_brute_force(seed: int) -> None:
     """Recall and precision of pairs clearly above and below 0.7, by the Jaccard similarity of
     the shingles itself.
@@ -340,6 +341,7 @@ def test_length_and_unicode(tmp_path: Path) -> None:
     assert "schön — fine" in (mended.output / "validation.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_all_steps_together_drop_each_planted_document_once(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     words = [

@@ -52,6 +52,7 @@ def test_a_tokenizer_is_trained_on_a_sample(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_word_of_a_million_letters_is_cut_for_training() -> None:
     """In one piece, whose letters differ, it takes hours; of this one a token would be half of
     it.

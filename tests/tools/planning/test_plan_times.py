@@ -162,6 +162,7 @@ def test_the_documents_show_the_scaling_as_it_is() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_documents_have_the_scaling_figures_of_the_planner() -> None:
     text = (ROOT / "benchmarks" / "results" / "scaling.md").read_text()
     after, overlapping = efficiencies_on_512_gpus()

@@ -87,6 +87,7 @@ def test_a_run_is_read_while_it_is_written(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
     names = ("one", "torn", "new", "endless", "other", "folder")
     one, torn, new, endless, other, folder = (make_run(tmp_path / name) for name in names)
@@ -137,6 +138,7 @@ def test_a_long_run_makes_no_long_page(tmp_path: Path) -> None:
     assert sizes[1] < 4 * sizes[0]
 
 
+@pytest.mark.slow
 def test_runs_are_drawn_beside_each_other_with_what_sets_them_apart(tmp_path: Path) -> None:
     name = "run\udcff"  # a byte that is not UTF-8
     runs = [
@@ -166,6 +168,7 @@ def test_runs_are_drawn_beside_each_other_with_what_sets_them_apart(tmp_path: Pa
         assert drawn.width > 1000 and len(drawn.convert("RGB").getcolors(1 << 24) or ()) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block", ["x", {"training": {"steps": "x"}, "data": 3}, {"data": {"sequence_length": 0}}]
 )
@@ -178,6 +181,7 @@ def test_a_config_that_a_person_has_changed_tells_what_is_left(block: Any, tmp_p
     assert "at step 6" in text and "6 of 12" not in text
 
 
+@pytest.mark.slow
 def test_a_picture_waits_for_no_pipe(tmp_path: Path) -> None:
     made = make_run(tmp_path / "run")
     os.mkfifo(tmp_path / "page_curves.png")
@@ -208,6 +212,7 @@ def test_the_command_draws_a_run_and_refuses_what_is_none(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.slow
 def test_curves_of_many_runs_of_other_length_stay_apart(tmp_path: Path) -> None:
     """One legend of all runs, dashes where colours repeat, a logarithmic axis, and tables of
     values.
@@ -231,6 +236,7 @@ def table_of(page: str, title: str) -> str:
     return str(table)
 
 
+@pytest.mark.slow
 def test_a_curve_has_a_table_of_at_most_50_values(tmp_path: Path) -> None:
     lines = ({"step": step, "loss": step / 8, "memory_gib": 0.5} for step in range(1, 1002))
     run = write_metrics(make_run(tmp_path / "run"), lines)
@@ -254,6 +260,7 @@ def test_differences_are_json(tmp_path: Path) -> None:
     assert config_differences(read_runs(runs)) == [("zero_tp.interval", ["null", '"full"'])]
 
 
+@pytest.mark.slow
 def test_hfu_is_shown_where_it_differs(tmp_path: Path) -> None:
     pages = []
     for factor in (1, 1.25):

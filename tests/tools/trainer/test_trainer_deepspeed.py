@@ -20,6 +20,7 @@ from tests.support.plain_trainer import BATCH, plugin_of
 from tests.support.pools import Pools
 from tests.support.settings import gpt2_config
 from tests.support.trainer_scripts import collate, rows_of
+from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.parallel.topology import Topology
@@ -77,42 +78,36 @@ def logs(
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def schedules(folder: str, tensor: int) -> dict[str, list[list[Any]]]:
+def schedules(folder: str, tensor: int, name: str) -> tuple[list[Any], list[Any], list[Any]]:
     """(ours on the grid, ours resumed at step 2, plain Trainer's under DeepSpeed on DP ranks) of
-    each schedule.
+    a schedule.
     """
-    ours, found = partial(ZeroTPTrainer, tensor_parallel=tensor), {}
-    blocks = {name: {"type": name, "params": params} for name, params in SCHEDULERS.items()}
+    ours = partial(ZeroTPTrainer, tensor_parallel=tensor)
+    params = SCHEDULERS[name]
+    block = {"type": name, "params": params}
     # transformers refuses another warm-up than the block's
-    warmups = {
-        name: {"warmup_steps": params.get("warmup_num_steps", 0)}
-        for name, params in SCHEDULERS.items()
-    }
+    warmup = {"warmup_steps": params.get("warmup_num_steps", 0)}
     # First, because DeepSpeed's engines without an mpu cannot follow one with it.
-    plain = {
-        name: logs(Trainer, folder, block, 2, **warmups[name]) for name, block in blocks.items()
-    }
-    for name, block in blocks.items():
-        own, options = f"{folder}/{name}", warmups[name]
-        runs = [logs(ours, own, block, 2 * tensor, **options, save_strategy="steps", save_steps=2)]
-        runs.append(logs(ours, own, block, 2 * tensor, **options, resume=f"{own}/checkpoint-2"))
-        found[name] = [*runs, plain[name]]
-    return found
+    plain = logs(Trainer, folder, block, 2, **warmup)
+    options = {**warmup, "save_strategy": "steps", "save_steps": 2}
+    whole = logs(ours, folder, block, 2 * tensor, **options)
+    again = logs(ours, folder, block, 2 * tensor, **warmup, resume=f"{folder}/checkpoint-2")
+    return whole, again, plain
 
 
+@pytest.mark.parametrize("name", in_tiers(list(SCHEDULERS), ["WarmupLR", "OneCycle"]))
 def test_a_scheduler_block_has_the_rates_of_trainer_under_deepspeed(
-    ranks: Pools, tmp_path: Path
+    ranks: Pools, tmp_path: Path, name: str
 ) -> None:
     """Both the rates that it reports and those that it trains at, which the losses follow."""
-    for found in ranks(2).run(schedules, str(tmp_path), 2):
-        assert [rate for _, rate in found["WarmupLR"][2]] == pytest.approx(
-            [0, 0.0025, 0.005, 0.0075, 0.01]
-        )
-        for name, (whole, resumed, plain) in found.items():
-            assert len(plain) == len(whole) == len(resumed) == 5, name
-            for line, again, wanted in zip(whole, resumed, plain, strict=True):
-                assert line == pytest.approx(wanted, rel=1e-5), name
-                assert again == pytest.approx(wanted, rel=1e-5), name
+    for whole, resumed, plain in ranks(2).run(schedules, str(tmp_path), 2, name):
+        if name == "WarmupLR":
+            expected = [0, 0.0025, 0.005, 0.0075, 0.01]
+            assert [rate for _, rate in plain] == pytest.approx(expected)
+        assert len(plain) == len(whole) == len(resumed) == 5
+        for line, again, wanted in zip(whole, resumed, plain, strict=True):
+            assert line == pytest.approx(wanted, rel=1e-5)
+            assert again == pytest.approx(wanted, rel=1e-5)
 
 
 def arguments(folder: Path, **options: Any) -> Any:

@@ -332,7 +332,7 @@ class DeepSpeedSettings(Sections):
     scheduler: SerializeAsAny[Schedule] | None = None
 
     def written(self) -> dict[str, Any]:
-        """Return the keys that were written or filled in, as JSON; see `facts.deepspeed_dict`."""
+        """Return the keys that were written or filled in, as JSON; see `deepspeed_dict`."""
         return self.model_dump(mode="json", exclude_unset=True)
 
     def without(self, *keys: str) -> DeepSpeedSettings:

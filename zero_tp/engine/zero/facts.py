@@ -14,11 +14,8 @@ The class that takes the step:
 
 from __future__ import annotations
 
-from typing import Any
-
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
-from zero_tp.base.settings.optimizer import Muon, Optimizer, TorchAdam
-from zero_tp.base.settings.schedule import TRANSFORMERS_SCHEDULES
+from zero_tp.base.settings.optimizer import Optimizer, TorchAdam
 
 
 def sums_in_fp32(settings: DeepSpeedSettings) -> bool:
@@ -95,32 +92,3 @@ def deepspeed_clips(stage: int) -> bool:
     CPUs) and counts only the gradients of TP rank 0.
     """
     return stage > 0
-
-
-def deepspeed_dict(settings: DeepSpeedSettings, data: int) -> dict[str, Any]:
-    """Return the config that `deepspeed.initialize` gets.
-
-    A schedule of transformers is passed as a function instead.
-
-    Args:
-        data: number of replicas.
-    """
-    values = settings.written()
-    schedule = settings.scheduler
-    if schedule is not None and schedule.type in TRANSFORMERS_SCHEDULES:
-        del values["scheduler"]
-    if settings.optimizer is not None and isinstance(settings.optimizer.params, Muon):
-        # DeepSpeed gets a `MatrixOptimizer` instead, which ZeRO takes with this key alone.
-        del values["optimizer"]
-        values["zero_allow_untested_optimizer"] = True
-    # DeepSpeed's own default is true.
-    values["timers"] = settings.timers.model_dump()
-    if not deepspeed_clips(settings.zero_optimization.stage):
-        # As a number, because without the key DeepSpeed clips at 1.0. Stage 0 clips before
-        # DeepSpeed's step (`UnpartitionedStates`).
-        values["gradient_clipping"] = 0.0
-    if keeps_gradients_in_place(settings, data):
-        # DeepSpeed would copy each gradient five times for a mean over one rank.
-        contiguous = {"contiguous_gradients": False}
-        values["zero_optimization"] = contiguous | values["zero_optimization"]
-    return values

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
-from zero_tp.engine.zero.facts import deepspeed_dict
+from zero_tp.base.settings.optimizer import Muon
+from zero_tp.base.settings.schedule import TRANSFORMERS_SCHEDULES
+from zero_tp.engine.zero.facts import deepspeed_clips, keeps_gradients_in_place
 from zero_tp.engine.zero.fragments import Fragment
 from zero_tp.engine.zero.loss_scale import LossScale
 from zero_tp.engine.zero.lr_schedules import scale_rates, set_schedule, transformers_schedule
@@ -44,6 +46,35 @@ def without_compiler() -> Iterator[None]:
         del os.environ["TORCHDYNAMO_DISABLE"]
         if before is not None:
             os.environ["TORCHDYNAMO_DISABLE"] = before
+
+
+def deepspeed_dict(settings: DeepSpeedSettings, data: int) -> dict[str, Any]:
+    """Return the config that `deepspeed.initialize` gets.
+
+    A schedule of transformers is passed as a function instead.
+
+    Args:
+        data: number of replicas.
+    """
+    values = settings.written()
+    schedule = settings.scheduler
+    if schedule is not None and schedule.type in TRANSFORMERS_SCHEDULES:
+        del values["scheduler"]
+    if settings.optimizer is not None and isinstance(settings.optimizer.params, Muon):
+        # DeepSpeed gets a `MatrixOptimizer` instead, which ZeRO takes with this key alone.
+        del values["optimizer"]
+        values["zero_allow_untested_optimizer"] = True
+    # DeepSpeed's own default is true.
+    values["timers"] = settings.timers.model_dump()
+    if not deepspeed_clips(settings.zero_optimization.stage):
+        # As a number, because without the key DeepSpeed clips at 1.0. Stage 0 clips before
+        # DeepSpeed's step (`UnpartitionedStates`).
+        values["gradient_clipping"] = 0.0
+    if keeps_gradients_in_place(settings, data):
+        # DeepSpeed would copy each gradient five times for a mean over one rank.
+        contiguous = {"contiguous_gradients": False}
+        values["zero_optimization"] = contiguous | values["zero_optimization"]
+    return values
 
 
 class ZeroEngine(ABC):
