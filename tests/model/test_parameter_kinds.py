@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from tests.support.tiny_configs import MODEL_TYPES, tiny_config
+from zero_tp.base.settings.optimizer import OptimizerParams
 from zero_tp.base.settings.param_groups import Kind
 from zero_tp.engine.param_groups import divide_parameters, optimizer_groups
 from zero_tp.model.architectures import architecture_of
@@ -54,12 +56,12 @@ def test_a_tied_weight_is_an_embedding() -> None:
 
 
 def test_what_a_part_of_another_class_makes_is_other_and_does_not_decay() -> None:
-    model = model_of("llama")
+    model: Any = model_of("llama")
     model.transformer.sinks = nn.Module()
     model.transformer.sinks.rates = model.head.weight
     model.head.weight = None
     assert parameter_kinds(model)["transformer.sinks.rates"] == "other"
-    decayed, others = divide_parameters(model, (), 0.1)
+    decayed, others = divide_parameters(model, (), OptimizerParams(lr=0.0, weight_decay=0.1))
     assert "transformer.sinks.rates" in others.names and others.weight_decay == 0.0
     assert "transformer.layers.0.mlp.down.weight" in decayed.names
 
@@ -68,7 +70,7 @@ def test_what_a_part_of_another_class_makes_is_other_and_does_not_decay() -> Non
 def test_without_entries_everything_but_vectors_decays(model_type: str) -> None:
     """In the order in which DeepSpeed flattens the parameters."""
     model = model_of(model_type)
-    decayed, others = optimizer_groups(model, (), 0.1)
+    decayed, others = optimizer_groups(model, (), OptimizerParams(lr=0.0, weight_decay=0.1))
     assert (decayed.keys(), others.keys()) == ({"params", "weight_decay"},) * 2
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
     parameters = list(model.parameters())

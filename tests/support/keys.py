@@ -120,6 +120,13 @@ TRAINED_BY: dict[str, tuple[str, ...]] = {
             for key in ("mask_probability", "max_ngram", "sentence_order")
         ),
     ),
+    "engine/zero/test_muon": (
+        *(
+            f"optimizer.params.{key}"
+            for key in ("ns_steps", "ns_coefficients", "adjust_lr_fn", "per_head", "adamw.lr")
+        ),
+        *(f"optimizer.params.adamw.{key}" for key in ("betas", "eps", "weight_decay")),
+    ),
     "run/test_spikes": (
         *(f"zero_tp.training.spike.{key}" for key in ("loss", "grad_norm", "window")),
     ),

@@ -30,6 +30,8 @@ from benchmarks.papers.steps import first_step
 from tests.support.plan_configs import BASE, FILE
 from tests.support.settings import engine_of
 from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
+from zero_tp.engine.engine import TrainingEngine
+from zero_tp.engine.param_groups import trainable_of
 from zero_tp.engine.zero import matrix_optimizer
 from zero_tp.engine.zero.matrix_optimizer import MatrixOptimizer
 from zero_tp.engine.zero.ops import disable_shared_memory_collectives
@@ -39,8 +41,6 @@ from zero_tp.parallel.parameter import SeededInit
 from zero_tp.parallel.spans import Span
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning.memory import rank_memory
-
-BIND = MatrixOptimizer.bind
 
 
 def bind_alone(optimizer: MatrixOptimizer, model: ParallelModel, zero: ZeroEngine) -> None:
@@ -96,7 +96,15 @@ def bind_alone(optimizer: MatrixOptimizer, model: ParallelModel, zero: ZeroEngin
         ours = spans[own.name][topology.rank]
         assert (ours.whole_start, ours.length) == (own.span.whole_start, own.span.length)
     with patch.object(matrix_optimizer, "_gather", lambda *_: (spans, calls)):
-        BIND(optimizer, model, zero)
+        optimizer.bind(model, zero.fragments(), zero.updated_tensors())
+
+
+def initialize_alone(engine: Any, settings: Any, param_groups: Any) -> None:
+    """`TrainingEngine._initialize_optimizer` in such a world."""
+    trainable = trainable_of(engine.model, param_groups, settings.optimizer, engine.dtype)
+    engine.zero.initialize(engine.model, trainable)
+    if isinstance(trainable, MatrixOptimizer):
+        bind_alone(trainable, engine.model, engine.zero)
 
 
 def tensors_alive() -> list[torch.Tensor]:
@@ -196,7 +204,7 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     disable_shared_memory_collectives()
     deepspeed.init_distributed("fake", verbose=False)
-    MatrixOptimizer.bind = bind_alone  # type: ignore[assignment, method-assign]
+    TrainingEngine._initialize_optimizer = initialize_alone  # type: ignore[method-assign]
     for overrides in json.load(sys.stdin):
         print("RESULT", json.dumps(measure(overrides, world)), flush=True)
     dist.destroy_process_group()

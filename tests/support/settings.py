@@ -78,8 +78,8 @@ def engine_of(config: RunConfig, **options: Any) -> Any:
     if config.pretrained is not None:
         options.setdefault("source", PretrainedSource(config.pretrained, hf_config))
     topology = grid(run.parallel.tensor, run.parallel.sequence)
-    defaults: dict[str, Any] = {"seed": run.training.seed, "param_groups": run.param_groups}
-    return TrainingEngine(hf_config, topology, config.engine_settings, **(defaults | options))
+    options = {"seed": run.training.seed, "param_groups": run.param_groups, **options}
+    return TrainingEngine(hf_config, topology, config.engine_settings, **options)
 
 
 @contextlib.contextmanager

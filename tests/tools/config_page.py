@@ -80,7 +80,8 @@ def page() -> str:
         f"- the [batch sizes]({DEEPSPEED_DOCS}#batch-size-related-parameters), where"
         " `train_batch_size` = micro × accumulation × data, and data = world / "
         "`zero_tp.parallel.tensor`",
-        f"- [`optimizer`]({DEEPSPEED_DOCS}#optimizer-parameters): {_listed(OPTIMIZERS)}. `Adam` "
+        f"- [`optimizer`]({DEEPSPEED_DOCS}#optimizer-parameters): {_listed(OPTIMIZERS)}"
+        " ([muon.md](muon.md)). `Adam` "
         "means AdamW unless"
         " `adam_w_mode` is false. Weight decay skips biases and norms. Adam is torch's fused "
         "kernel where"

@@ -120,13 +120,9 @@ class TrainingEngine:
         if self.compiled:
             compile_elementwise(self.model, self.device)
         self.zero.compiled = self.compiled
-        assert settings.optimizer is not None, "only a Trainer's settings have none"
-        trainable = trainable_of(self.model, param_groups, settings.optimizer, self.dtype)
         # After everything that changes modules or hooks: DeepSpeed's optimizers copy the weights
         # into masters, and ZeRO-2 and -3 hook each parameter here.
-        self.zero.initialize(self.model, trainable)
-        if isinstance(trainable, MatrixOptimizer):
-            trainable.bind(self.model, self.zero)
+        self._initialize_optimizer(settings, param_groups)
         # DeepSpeed broadcasts weights over DP only: that TP ranks begin with the same replicas
         # follows from the seeds and files alone.
         guards.check_replicas(self.model, topology)
@@ -140,6 +136,15 @@ class TrainingEngine:
         self.zero.veto = StepVeto(topology, spike)
         self.on_phase: Callable[[str], None] | None = None
         self.model.register_forward_pre_hook(lambda *_: self._enter("forward"))
+
+    def _initialize_optimizer(
+        self, settings: DeepSpeedSettings, param_groups: Sequence[ParamGroup]
+    ) -> None:
+        assert settings.optimizer is not None, "only a Trainer's settings have none"
+        trainable = trainable_of(self.model, param_groups, settings.optimizer, self.dtype)
+        self.zero.initialize(self.model, trainable)
+        if isinstance(trainable, MatrixOptimizer):
+            trainable.bind(self.model, self.zero.fragments(), self.zero.updated_tensors())
 
     @classmethod
     def from_dict(

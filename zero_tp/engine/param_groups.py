@@ -34,7 +34,7 @@ REST = ParamGroup.model_construct()
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that the optimizer treats alike.
+    """Parameters with the same settings of the optimizer.
 
     Attributes:
         selector: how an entry of `param_groups` selects them, or "the rest".
@@ -87,7 +87,7 @@ def divide_parameters(
             if _matches(entry, index, kinds[name], hf_names.get(name, ()), free=name not in owners)
         ]
         if all(name in owners for name in matching):
-            raise _selects_nothing(entry, index, is_taken=bool(matching))
+            raise _selects_nothing(entry, index, has_earlier_group=bool(matching))
         owners |= {name: index for name in matching if name not in owners}
     groups: list[ParameterGroup] = []
     for number, entry in ((None, REST), *enumerate(entries)):
@@ -123,7 +123,7 @@ def _matches(
     """Return whether an entry selects a parameter.
 
     Args:
-        free: no entry before has selected it. A taken parameter need not match as a whole.
+        free: no entry before has selected it. Others need not match as a whole.
     """
     if entry.pattern is None:
         return entry.kind == kind
@@ -139,11 +139,11 @@ def _matches(
     return bool(matches)
 
 
-def _selects_nothing(entry: ParamGroup, index: int, *, is_taken: bool) -> ConfigError:
+def _selects_nothing(entry: ParamGroup, index: int, *, has_earlier_group: bool) -> ConfigError:
     field = "kind" if entry.pattern is None else "pattern"
     key = f"{PARAM_GROUPS_KEY}.{index}.{field}"
     value = shown(entry.kind if entry.pattern is None else entry.pattern)
-    if is_taken:
+    if has_earlier_group:
         problem = f"{value} matches only parameters that an entry before it has"
         return ConfigError(key, problem, "move it up, or leave it out")
     problem = f"{value} matches no parameter of the model"

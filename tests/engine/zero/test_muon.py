@@ -9,6 +9,7 @@ import math
 import re
 import statistics
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,12 +21,14 @@ from torch import Tensor
 
 from tests.support.compare import check_close, grid, norm
 from tests.support.decoders import LENGTH, MODEL_TYPES, decoder, decoder_fields
+from tests.support.experts import fields as expert_fields
 from tests.support.families import model_sizes
 from tests.support.native import Native, native_tensors, to_ours
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH, examples, in_tiers
+from zero_tp.engine.zero.matrices import Matrix
 from zero_tp.engine.zero.matrix_exchange import assign_owners
-from zero_tp.engine.zero.orthogonalize import NewtonSchulz
+from zero_tp.engine.zero.orthogonalize import NewtonSchulz, rate_factor
 from zero_tp.model.architectures import architecture_of, file_tensors, weights_of
 from zero_tp.parallel.layout import Replicated, layout_of
 
@@ -201,23 +204,43 @@ def check_states(engine: Any, expected: dict[str, dict[str, Tensor]]) -> None:
             assert error.norm() <= allowed * max(whole.numel(), 1) ** 0.5, (fragment.name, kind)
 
 
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gpt2": (model_sizes(3, "gpt2"), {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}),
+    "heads": (model_sizes(3, "fewer KV heads than TP"), {"per_head": True, "weight_decay": 0.05}),
+    "experts": (expert_fields("qwen2_moe"), {"ns_steps": 4}),
+}
+"""Model and settings of Muon by name."""
+
+
+@pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize(
-    ("tensor", "sequence", "stage"),
-    in_tiers(
-        [(tensor, tensor > 1, stage) for tensor in (1, 2, 4) for stage in range(4)],
-        [(2, True, 1)],
-    ),
+    ("tensor", "stage"),
+    in_tiers([(2, 1), (4, 3), (4, 0), (1, 2)], [(2, 1)]),
 )
-@pytest.mark.parametrize("model_type", in_tiers(MODEL_TYPES, ["gpt2", "qwen2_moe"]))
-@examples(1, 2)
+def test_muon_equals_torchs(ranks: Pools, name: str, tensor: int, stage: int) -> None:
+    fields, settings = SETTINGS[name]
+    params = PARAMS | settings
+    found = ranks(4).run(compared, fields, 5, tensor, tensor > 1, stage, params, 0.3)
+    assert found == found[:1] * 4
+
+
+@THOROUGH
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@examples(1, 1)
 @given(data=st.data())
-def test_muon_equals_torchs(
-    ranks: Pools, model_type: str, tensor: int, sequence: bool, stage: int, data: st.DataObject
+def test_muon_of_each_family(
+    ranks: Pools, model_type: str, tensor: int, stage: int, data: st.DataObject
 ) -> None:
     fields = data.draw(decoder_fields(model_type))
     seed = data.draw(st.integers(0, 2**31), label="seed")
     clip = data.draw(st.sampled_from([0.0, 0.3]), label="clip")
-    params = PARAMS | {
+    adamw_decay = data.draw(st.sampled_from([None, 0.02]), label="AdamW's decay")
+    adamw = PARAMS["adamw"] | ({} if adamw_decay is None else {"weight_decay": adamw_decay})
+    params = {
+        "lr": PARAMS["lr"],
+        "adamw": adamw,
         "momentum": data.draw(st.sampled_from([0.0, 0.9, 0.95]), label="momentum"),
         "weight_decay": data.draw(st.sampled_from([0.0, 0.1]), label="decay"),
         "ns_steps": data.draw(st.sampled_from([3, 5]), label="iterations"),
@@ -231,7 +254,7 @@ def test_muon_equals_torchs(
             st.sampled_from([None, "original", "match_rms_adamw"]), label="rate"
         ),
     }
-    found = ranks(4).run(compared, fields, seed, tensor, sequence, stage, params, clip)
+    found = ranks(4).run(compared, fields, seed, tensor, tensor > 1, stage, params, clip)
     assert found == found[:1] * 4
 
 
@@ -379,3 +402,11 @@ def test_no_owner_has_more_than_one_matrix_above_the_mean(data: st.DataObject) -
     for cost, owner in zip(costs, owners, strict=True):
         loads[owner] += cost
     assert max(loads) <= sum(costs) / ranks + max(costs, default=0)
+
+
+def test_the_rate_is_that_of_the_stored_shape() -> None:
+    """GPT-2's files have [in, out]."""
+    matrix = Matrix("mlp.c_fc.weight", (12, 3), True, ())
+    assert rate_factor(None, *matrix.stored_shape) == 1.0
+    assert rate_factor(None, *replace(matrix, is_transposed=False).stored_shape) == 2.0
+    assert rate_factor("match_rms_adamw", *matrix.stored_shape) == pytest.approx(0.2 * 12**0.5)

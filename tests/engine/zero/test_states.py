@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_tp.engine.zero.states import Fragment, OptimizerStates
+from zero_tp.engine.zero.fragments import Fragment
+from zero_tp.engine.zero.states import OptimizerStates
 from zero_tp.parallel.spans import Span
 
 

@@ -16,6 +16,7 @@ from zero_tp.engine.param_groups import optimizer_groups
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.attention import AttentionCore
 from zero_tp.model.model_class import model_class
+from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.parallel.random import Dropout
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.config import RunConfig
@@ -39,7 +40,7 @@ def loaded(name: str, *changes: str) -> RunConfig:
     return RunConfig.load(CONFIGS / f"{name}.json", changes, (GPT2 | BERT)[name])
 
 
-def narrow(name: str) -> nn.Module:
+def narrow(name: str) -> ParallelModel:
     """The config's model with all its layers and little width, its weights drawn."""
     sizes = SMALL["bert" if name in BERT else "gpt2"]
     changes = [*(f"zero_tp.model.{size}" for size in sizes), "zero_tp.parallel.tensor=1"]
@@ -116,7 +117,7 @@ def test_weights_decay_clipping_and_dropout(name: str) -> None:
     modules = list(model.modules())
     dropped = {module.p for module in modules if isinstance(module, (Dropout, AttentionCore))}
     assert dropped == {0.1} and sum(isinstance(module, AttentionCore) for module in modules) > 20
-    layers: Any = model.transformer.layers  # type: ignore[union-attr]
+    layers: Any = model.transformer.layers
     ends = [
         weight
         for layer in layers

@@ -165,6 +165,7 @@ IN_TRAINER: dict[str, dict[str, Any]] = {
     "activation_checkpointing": {"partition_activations": True},
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "x"}},
     "scheduler": {"type": "constant"},
+    "optimizer": {"type": "Muon", "params": {"lr": 0.1}},
 }
 """Blocks that a run's file may have and a Trainer's config may not."""
 

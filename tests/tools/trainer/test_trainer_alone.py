@@ -166,7 +166,7 @@ def test_a_global_batch_that_counts_tensor_parallel_ranks_is_refused(
 REFUSED_CONFIGS: list[tuple[dict[str, Any], str]] = [
     (
         {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
-        r"optimizer\.type: refused as \"Muon\" in a Trainer",
+        r"optimizer\.type: refused as \"Muon\" in ZeroTPTrainer",
     ),
     ({"tensor_parallel": {"autotp_size": 2}}, r"tensor_parallel: refused: DeepSpeed's AutoTP"),
     ({"gradient_allreduce_op": "sum"}, r"gradient_allreduce_op: refused unless it is \"mean\""),

@@ -41,6 +41,8 @@ class PlainGroups(Trainer):
     """transformers' Trainer whose optimizer has the groups, each with a rate of its own."""
 
     native_warmup = False
+    model: Any
+    optimizer: Any
 
     def create_optimizer(self, *_: Any) -> Any:
         if self.optimizer is None:
@@ -94,7 +96,7 @@ def train(
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[type, Any]:
     folder = tmp_path_factory.mktemp("plain")
     directory = str(save_model("causal", folder / "start"))
-    runs = {}
+    runs: dict[type, Any] = {}
     for trainer in (PlainGroups, PlainWarmup):
         own = folder / trainer.__name__
         history, _ = script(
@@ -130,8 +132,8 @@ def test_a_resumed_trainer_keeps_the_groups(
 ) -> None:
     reference = plain[PlainWarmup if "scheduler" in BLOCKS[blocks] else PlainGroups]
     folder = str(tmp_path)
-    resume = {"resume": f"{folder}/checkpoint-2"}
-    saving = {"save_strategy": "steps", "save_steps": 2}
+    resume: dict[str, Any] = {"resume": f"{folder}/checkpoint-2"}
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     ranks(2).run(train, reference[0], folder, 2, 1, BLOCKS[blocks], **saving)
     history = ranks(2).run(train, reference[0], folder, 1, 3, BLOCKS[blocks], **resume)[0]
     check(history, tmp_path, reference)

@@ -14,7 +14,7 @@ from zero_tp.base.validation import ConfigModel, ErrorCollector, NonNegative, va
 
 Kind = Literal["embedding", "output", "norm", "bias", "router", "matrix", "other"]
 """What a parameter is for; `model/parameter_kinds.py` finds it."""
-KIND_MEANINGS: dict[Kind, str] = {
+KIND_MEANINGS: dict[str, str] = {
     "embedding": "embeddings of words, positions and token types; a tied output layer is the "
     "embedding",
     "output": "an untied output layer; BERT's classifier of sentence order",

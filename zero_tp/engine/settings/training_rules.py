@@ -111,8 +111,8 @@ def optimizer_rules(config: Combination) -> Iterator[Rule]:
     yield refused(
         "optimizer.type",
         muon is not None and config.is_trainer,
-        'as "Muon" in a Trainer, whose arguments have no names for its settings: use '
-        "launch/pretrain.py or TrainingEngine, or AdamW",
+        'as "Muon" in ZeroTPTrainer, whose arguments are those of one optimizer; use '
+        "launch/pretrain.py, TrainingEngine or AdamW",
     )
     yield refused(
         "zero_optimization.offload_optimizer.device",

@@ -32,7 +32,7 @@ NEVER_READ = {
     f"{ZERO}.load_from_fp32_weights {ZERO}.stage3_gather_16bit_*": "zero_tp writes and reads its "
     "checkpoints itself",
     f"{ZERO}.offload_optimizer.cpuadam_cores_perc": "SuperOffload reads it, which is not built",
-    f"{ZERO}.save_muon_momentum_buffer_in_memory": "Muon is refused",
+    f"{ZERO}.save_muon_momentum_buffer_in_memory": "DeepSpeed's own Muon is never used",
 }
 """Keys that are never read, and why."""
 

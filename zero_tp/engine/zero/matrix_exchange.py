@@ -152,7 +152,9 @@ class MatrixExchange:
         owned = {}
         for number in numbers:
             owner = self.owners[number]
-            own[owner] += [(number, each) for each in self._holdings(number, self._topology.rank)]
+            own[owner] += [
+                (number, holding) for holding in self._holdings(number, self._topology.rank)
+            ]
             if owner == self._topology.rank:
                 owned[number] = [self._holdings(number, rank) for rank in ranks]
         return Round(own, owned)
@@ -201,8 +203,8 @@ class MatrixExchange:
             use: takes (matrix, parameter, elements of this rank's fragment, the result's elements).
             sample: a tensor of the messages' and results' dtype, on the fragments' device.
         """
-        for each in self._rounds:
-            self._exchange_round(each, fragments, compute, use, sample)
+        for current in self._rounds:
+            self._exchange_round(current, fragments, compute, use, sample)
 
     # A method of its own: a round's messages are freed before the next one's are made.
     def _exchange_round(

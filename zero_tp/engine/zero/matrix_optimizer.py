@@ -13,7 +13,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_tp.base.errors import UserError
+from zero_tp.engine.zero.fragments import Fragment
 from zero_tp.engine.zero.matrices import Matrix, matrices_of
 from zero_tp.engine.zero.matrix_exchange import MatrixExchange
 from zero_tp.engine.zero.orthogonalize import NewtonSchulz, iteration_flops, rate_factor
@@ -29,8 +30,6 @@ from zero_tp.parallel.spans import Span
 from zero_tp.parallel.topology import Topology
 
 if TYPE_CHECKING:
-    from zero_tp.engine.zero.states import Fragment
-    from zero_tp.engine.zero.zero_engine import ZeroEngine
     from zero_tp.model.parallel_model import ParallelModel
 
 MOMENTUM = "momentum_buffer"
@@ -77,46 +76,52 @@ class MatrixOptimizer(torch.optim.AdamW):
         }
         self._units: dict[int, MatrixUnit] | None = None
 
-    def bind(self, model: ParallelModel, zero: ZeroEngine) -> None:
+    def bind(
+        self,
+        model: ParallelModel,
+        fragments: Iterable[Fragment],
+        updated: Sequence[Sequence[Tensor]],
+    ) -> None:
         """Find the matrices and their owners. Collective over all ranks.
 
         Args:
-            zero: initialised with this optimizer.
+            fragments: this rank's, of all parameters.
+            updated: this rank's masters that each call of `step` updates.
 
         Raises:
             UserError: a matrix is updated in parts, by two groups or sub-groups.
         """
-        topology = zero.topology
-        updated = zero.updated_tensors()
+        topology = model.topology
         parameters = {
             name: parameter
             for name, parameter in model.named_parameters()
             if id(parameter) in self._matrices
         }
-        own = {each.name: each for each in zero.fragments() if each.name in parameters}
+        own = {fragment.name: fragment for fragment in fragments if fragment.name in parameters}
         numbers = {
             id(tensor): number for number, tensors in enumerate(updated) for tensor in tensors
         }
         spans, calls = _gather(
-            {name: (numbers[id(each.flat)], each.span) for name, each in own.items()}, topology
+            {name: (numbers[id(fragment.flat)], fragment.span) for name, fragment in own.items()},
+            topology,
         )
         by_call: dict[int, list[Matrix]] = {}
         for matrix in matrices_of(
             model.config, parameters, topology.tensor, per_head=self._per_head
         ):
-            found = {calls[part.parameter] for part in matrix.parts}
-            if len(found) > 1:
+            numbers_of_parts = {calls[part.parameter] for part in matrix.parts}
+            if len(numbers_of_parts) > 1:
                 raise UserError(
                     f"zero_optimization.sub_group_size: {matrix.name} lies in two sub-groups, "
                     "which ZeRO-3 updates one after the other; raise it"
                 )
-            by_call.setdefault(found.pop(), []).append(matrix)
+            by_call.setdefault(numbers_of_parts.pop(), []).append(matrix)
         self._units = {}
         for number, matrices in by_call.items():
             costs = [iteration_flops(*matrix.shape) for matrix in matrices]
             unit = MatrixUnit(
                 MatrixExchange(matrices, costs, spans, topology),
-                tuple(each for each in own.values() if calls[each.name] == number),
+                tuple(fragment for fragment in own.values() if calls[fragment.name] == number),
             )
             # A rank joins the exchange also where it has no element.
             self._units |= {id(tensor): unit for tensor in updated[number]}
@@ -165,7 +170,7 @@ class MatrixOptimizer(torch.optim.AdamW):
                 gradient.lerp_(average, momentum) if group["nesterov"] else average
             )
             flat.mul_(1 - rate * group["weight_decay"])
-        masters = {each.name: each.master for each in unit.fragments}
+        masters = {fragment.name: fragment.master for fragment in unit.fragments}
         iteration = self._iteration(group)
 
         def use(matrix: Matrix, parameter: str, run: slice, result: Tensor) -> None:
@@ -173,7 +178,10 @@ class MatrixOptimizer(torch.optim.AdamW):
             masters[parameter][run].add_(result, alpha=-rate * factor)
 
         unit.exchange.exchange(
-            {each.name: each.view(directions[id(each.flat)]) for each in unit.fragments},
+            {
+                fragment.name: fragment.view(directions[id(fragment.flat)])
+                for fragment in unit.fragments
+            },
             lambda matrix, whole: iteration.orthogonalize(whole),
             use,
             torch.empty(0, dtype=self._dtype, device=group["params"][0].device),

@@ -14,40 +14,15 @@ with two replicas, the second one of a group with A (5 elements) and B (3) has:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zero_tp.engine.zero.fragments import Fragment
 from zero_tp.engine.zero.matrix_optimizer import MatrixOptimizer
-from zero_tp.parallel.spans import Span
 
 MASTER = "master"
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """This rank's consecutive elements of one parameter's flattened TP shard.
-
-    Attributes:
-        name: the parameter's.
-        span: the elements' place in the flattened shard (the whole) and in `flat` (local).
-        flat: the optimizer's own fp32 tensor, the key of its states.
-    """
-
-    name: str
-    span: Span
-    flat: Tensor
-
-    def view(self, tensor: Tensor) -> Tensor:
-        """Return the fragment's elements of `flat`, or of a state of that length. [span.length]"""
-        return tensor.detach().view(-1)[self.span.local]
-
-    @property
-    def master(self) -> Tensor:
-        """Return a view of its fp32 master. [span.length]"""
-        return self.view(self.flat)
 
 
 class OptimizerStates:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.engine.zero.facts import deepspeed_dict
+from zero_tp.engine.zero.fragments import Fragment
 from zero_tp.engine.zero.loss_scale import LossScale
 from zero_tp.engine.zero.lr_schedules import scale_rates, set_schedule, transformers_schedule
-from zero_tp.engine.zero.states import Fragment, OptimizerStates
+from zero_tp.engine.zero.states import OptimizerStates
 from zero_tp.engine.zero.veto import StepVeto
 from zero_tp.parallel.topology import Topology
 
