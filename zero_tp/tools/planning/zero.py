@@ -609,7 +609,7 @@ class ZeroMemory:
         """
         if self.settings.stage == 0:
             total = self.parameters.total
-            by_muon = [self._matrix_bytes(each) for each in self.matrix_updates if each]
+            by_muon = [self._matrix_bytes(update) for update in self.matrix_updates if update]
             temporaries = self._temporaries(self.parameters.largest, 3, total)
             return [(total, max([temporaries, *by_muon]))]
         sizes = self.partition_sizes if self.settings.stage < 3 else map(max, self._sub_groups)
