@@ -254,8 +254,8 @@ NAMES = [
 
 
 # The second tier has every eighth, ZeRO-3 with offload, M_D under SP, full recomputation with
-# ZeRO-2, windows, groups of parameters, and the last five.
-SECOND = (29, 34, 35, 37, 41, 43, *range(len(CONFIGS) - 7, len(CONFIGS)))
+# ZeRO-2, windows, the last five of AdamW, groups of parameters, and Muon.
+SECOND = (29, 34, 35, 37, 41, 43, *range(len(CONFIGS) - 16, len(CONFIGS)))
 TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 8), *SECOND)}
 MARKS: dict[str, Any] = {"thorough": THOROUGH, "heavy": pytest.mark.heavy}
 CASES = [

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import warnings
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -143,6 +144,7 @@ def peak_of_step(trainer: Any, batches: list[Any], before: set[int]) -> int:
 def measure(overrides: list[str], world: int) -> dict[str, Any]:
     config = RunConfig.load(FILE, BASE + overrides, world)
     memory = rank_memory(config, cpu=True)
+    memory = replace(memory, zero=replace(memory.zero, owner=dist.get_rank()))
     # Kept, so that no new storage reuses an address.
     earlier = [each.untyped_storage() for each in tensors_alive()]
     before = {each._cdata for each in earlier}

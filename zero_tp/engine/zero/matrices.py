@@ -180,7 +180,7 @@ def _part(name: str, parameter: nn.Parameter, rows: ExpertRows, tensor: int) -> 
         own = tuple(
             Span(first + start, local, length) for start, local, length in of_one.onto(along)
         )
-        total = of_one.local_length * math.prod(stacked.local_length for stacked in experts)
+        total = of_one.local_length * math.prod(dimension.local_length for dimension in experts)
         (run,) = columns
         assert run.length == columns.local_length, f"{name}: padded columns"
         shards.append(ShardRows(Spans(own, total, along.local_length), run.whole))

@@ -52,19 +52,26 @@ def rounds_of(sizes: Sequence[int], owners: Sequence[int], ranks: int) -> list[l
     """Return the numbers of the matrices of each round, in which an owner receives at most
     ROUND_ELEMENTS or one matrix.
 
-    Of sizes 40, 40, 30, owners 0, 0, 1 and a limit of 50: [0, 2], [1].
+    Each owner begins at another place of its list: neighbours lie on the same data-parallel rank,
+    which would otherwise send all of a round. With 4 matrices of 40 each for 2 owners and a limit
+    of 50:
+
+        matrices    a0 a1 a2 a3 of owner 0, b0 b1 b2 b3 of owner 1
+        rounds      a0 b2    a1 b3    a2 b0    a3 b1
     """
     rounds: list[list[int]] = []
-    last = [0] * ranks
-    received = [0] * ranks
-    for index, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
-        if received[owner] and received[owner] + size > ROUND_ELEMENTS:
-            last[owner] += 1
-            received[owner] = 0
-        received[owner] += size
-        while len(rounds) <= last[owner]:
-            rounds.append([])
-        rounds[last[owner]].append(index)
+    for rank in range(ranks):
+        own = [index for index, owner in enumerate(owners) if owner == rank]
+        start = len(own) * rank // ranks
+        number = received = 0
+        for index in [*own[start:], *own[:start]]:
+            if received and received + sizes[index] > ROUND_ELEMENTS:
+                number += 1
+                received = 0
+            received += sizes[index]
+            while len(rounds) <= number:
+                rounds.append([])
+            rounds[number].append(index)
     return rounds
 
 

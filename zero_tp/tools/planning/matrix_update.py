@@ -102,40 +102,42 @@ class MatrixUpdate:
 
     @property
     def rounds(self) -> int:
-        return sum(len(each.sent) for each in self.exchanges)
+        return sum(len(exchange.sent) for exchange in self.exchanges)
 
     @cached_property
     def flops(self) -> Counts:
         """Return the floating-point operations of each rank's matrices. [ranks]"""
         flops = np.zeros_like(self.exchanges[0].own_moved[0])
-        for each in self.exchanges:
-            for _, owner, shape in each.shapes:
+        for exchange in self.exchanges:
+            for _, owner, shape in exchange.shapes:
                 flops[owner] += self.iteration.flops(*shape)
         return flops
 
     @property
     def matrices(self) -> int:
-        return sum(len(each.shapes) for each in self.exchanges)
+        return sum(len(exchange.shapes) for exchange in self.exchanges)
 
     @cached_property
     def owned(self) -> Counts:
         """Return the number and the elements of each rank's matrices. [2, ranks]"""
         owned = np.zeros((2, len(self.flops)), np.int64)
-        for each in self.exchanges:
-            for _, owner, (rows, columns) in each.shapes:
+        for exchange in self.exchanges:
+            for _, owner, (rows, columns) in exchange.shapes:
                 owned[:, owner] += 1, rows * columns
         return owned
 
     @cached_property
     def sent_bytes(self) -> Counts:
         """Return the bytes that each rank sends to others in a step. [ranks]"""
-        moved = [each.own_moved.sum(axis=0) for each in self.exchanges]
+        moved = [exchange.own_moved.sum(axis=0) for exchange in self.exchanges]
         return self.itemsize * np.sum(moved, axis=0)
 
     @cached_property
     def temporaries(self) -> Counts:
         """Return the most bytes of temporaries of each rank. [ranks]"""
-        return np.max([self._temporaries(each).max(axis=0) for each in self.exchanges], axis=0)
+        return np.max(
+            [self._temporaries(exchange).max(axis=0) for exchange in self.exchanges], axis=0
+        )
 
     def as_json(self) -> dict[str, int]:
         """Return the sizes, of the rank with the most of each, with units in the names."""

@@ -72,7 +72,7 @@ class Estimate:
     @property
     def muon(self) -> tuple[MatrixUpdate, ...]:
         """Return the update of each group of matrices; none under another optimizer."""
-        return tuple(each for each in self.memory.zero.matrix_updates if each is not None)
+        return tuple(update for update in self.memory.zero.matrix_updates if update is not None)
 
     @property
     def communicators(self) -> int:
@@ -278,7 +278,7 @@ class Plan(Estimate):
                 "days": self.run_seconds / DAY,
                 "device_hours": self.run_seconds * self.ranks / HOUR,
             },
-            "muon": [each.as_json() for each in self.muon],
+            "muon": [update.as_json() for update in self.muon],
             "model_flops": self.model_flops,
             "mfu": self.mfu,
         }

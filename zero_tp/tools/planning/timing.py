@@ -513,17 +513,17 @@ class StepTimeEstimator:
     def _muon_traffic(self) -> tuple[float, float]:
         """Return (elements of this rank's shards of matrices, bytes that their update moves)."""
         zero = self.zero
-        numel = sum(each.numel for each in self.muon) / (zero.data if zero.stage else 1)
+        numel = sum(update.numel for update in self.muon) / (zero.data if zero.stage else 1)
         traffic = 0.0
-        for each in self.muon:
-            size = each.itemsize
+        for update in self.muon:
+            size = update.itemsize
             # Momentum, the direction, decay and the result's sum, in fp32; the message is joined
             # and cast.
             shards = 12 + 12 + 8 + 8 + size + 8 + (4 + size if size < 4 else 0)
             # An owner joins a shard's rows and copies them into the matrix, takes the norm and
             # divides; the result is split and joined.
-            owned = (4 + 3 + 4) * size * float(each.owned[1].max())
-            traffic += shards * each.numel / (zero.data if zero.stage else 1) + owned
+            owned = (4 + 3 + 4) * size * float(update.owned[1].max())
+            traffic += shards * update.numel / (zero.data if zero.stage else 1) + owned
         return numel, traffic
 
     def _newton_schulz(self, update: MatrixUpdate) -> float:
@@ -564,10 +564,10 @@ class StepTimeEstimator:
         passes = zero.accumulation * ((layers + recomputed / 3) * of_layer + LOSS_LAUNCHES)
         # A rank of stages 1 and 2 updates the parameters of its partition; stage 3 cuts each one.
         tensors = self.tensors / (zero.data if zero.stage in (1, 2) else 1)
-        for each in self.muon:
+        for update in self.muon:
             # Three products an iteration, and eight others a matrix; a sum into each rank's part.
-            owned = float(each.owned[0].max()) * (3 * each.iteration.steps + 8)
-            parts = each.matrices / (zero.data if zero.stage in (1, 2) else 1)
+            owned = float(update.owned[0].max()) * (3 * update.iteration.steps + 8)
+            parts = update.matrices / (zero.data if zero.stage in (1, 2) else 1)
             passes += owned + parts
         if zero.runs_fused_update:
             return passes + tensors * (1 if self.workload.compiled else 4)

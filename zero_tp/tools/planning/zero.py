@@ -78,11 +78,13 @@ class ZeroMemory:
 
     Attributes:
         recomputed: numbers of the layers that backward recomputes as a whole.
+        owner: the rank whose matrices Muon's update counts; None: the one with the most bytes.
     """
 
     parameters: RankParameters
     settings: ZeroSettings
     recomputed: range = range(0)
+    owner: int | None = None
 
     # ---- sizes -----------------------------------------------------------------------------------
 
@@ -607,17 +609,22 @@ class ZeroMemory:
         """
         if self.settings.stage == 0:
             total = self.parameters.total
-            by_muon = [each.temporaries.max() for each in self.matrix_updates if each]
+            by_muon = [self._matrix_bytes(update) for update in self.matrix_updates if update]
             temporaries = self._temporaries(self.parameters.largest, 3, total)
-            return [(total, float(max([temporaries, *by_muon])))]
+            return [(total, max([temporaries, *by_muon]))]
         sizes = self.partition_sizes if self.settings.stage < 3 else map(max, self._sub_groups)
         # The partition of a group is one flat tensor, so "all tensors" of a call are this one.
         return [
-            (numel, float(update.temporaries.max()))
+            (numel, self._matrix_bytes(update))
             if update
             else (numel, self._temporaries(numel, 2, numel))
             for numel, update in zip(sizes, self.matrix_updates, strict=True)
         ]
+
+    def _matrix_bytes(self, update: MatrixUpdate) -> float:
+        """Return the bytes of temporaries of Muon's update on the owner."""
+        by_rank = update.temporaries
+        return float(by_rank.max() if self.owner is None else by_rank[self.owner])
 
     def _temporaries(self, largest: int, count: int, total: int) -> float:
         """Return the bytes of temporaries of torch's unfused optimizers.
