@@ -6,9 +6,9 @@ CPU rank.
     DS_ACCELERATOR=cpu PYTHONPATH=DIR:. python -m benchmarks.step_launches zero_tp.compile=true
 
 24 layers, TP 1, bf16, ZeRO-1, AdamW. Views are not counted. With `zero_tp.compile` a call of a
-compiled function counts as the kernels that inductor generates for an H200 (benchmarks/gpu_kernels.py;
-DIR has triton). Otherwise it counts as its eager operations. Trees are compared each with its own
-copy of this script.
+compiled function counts as the kernels that inductor generates for an H200, as gpu_kernels.py
+counts them (DIR has triton), otherwise as its eager operations. Trees are compared each with its
+own copy of this script.
 """
 
 from __future__ import annotations
@@ -119,7 +119,10 @@ class OperationCounter(TorchDispatchMode):
         return call
 
     def count_kernels(self) -> None:
-        """Count the kernels of the compiled calls as operations. The process sees a GPU from now on."""
+        """Count the kernels of the compiled calls as operations.
+
+        From then on the process seems to have a GPU.
+        """
         if not self.compiled_calls:
             return
         pretend_device()
