@@ -23,10 +23,12 @@ from torch import Tensor
 from zero_tp.engine.zero.adamw import adamw
 from zero_tp.model.mlp import _gated
 from zero_tp.model.norm import _gradients, _rms_norm, _rows_gradient, _weight_gradient
+from zero_tp.model.position import _rotate_back_and_join, _rotate_halves_
 
 TOKENS = 16_384
 HIDDEN = 2048
 WIDTH = 5504
+HEAD_SIZE = 128
 EPSILON = 1e-5
 PROPERTIES = types.SimpleNamespace(
     name="NVIDIA H200",
@@ -232,6 +234,15 @@ def main() -> None:
     lower("the same + residual's gradient", rms_backward_of_residual, (rows, *backward), unit)
     lower("sum + rms forward", sum_and_rms_forward, [rows, rows, weight], unit)
     lower("swiglu forward", swiglu_forward, [intermediate], TOKENS * WIDTH * 2)
+    heads = HIDDEN // HEAD_SIZE
+    half = Input(
+        (TOKENS, 1, heads, HEAD_SIZE // 2), rows.dtype, (3 * HIDDEN, 3 * HIDDEN, HEAD_SIZE, 1)
+    )
+    table = Input((TOKENS, 1, 1, HEAD_SIZE // 2), rows.dtype)
+    lower("rotation of Q and K", _rotate_halves_, [half] * 4 + [table] * 2, unit)
+    head = Input((TOKENS, 1, heads, HEAD_SIZE), rows.dtype)
+    table = Input((TOKENS, 1, 1, HEAD_SIZE), rows.dtype)
+    lower("its backward, joined", _rotate_back_and_join, [head] * 3 + [table] * 2, unit)
     numel = HIDDEN * WIDTH
     narrow = Input((numel,), torch.bfloat16)
     wide = Input((numel,), torch.float32)

@@ -20,7 +20,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.model.mlp import _gated, _gated_gradient
 from zero_tp.model.norm import _rms_norm, _rows_gradient, _weight_gradient
-from zero_tp.model.position import _rotate
+from zero_tp.model.position import _rotate_back_and_join, _rotate_halves_
 from zero_tp.parallel import elementwise
 from zero_tp.parallel.loss import _max_and_sum_exp, _to_probabilities_
 from zero_tp.parallel.topology import Topology
@@ -146,7 +146,9 @@ def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor],
         torch.rand(24).to(dtype),
     )
     scale, wide = torch.rand(37, 1), torch.randn(37, 48).to(dtype)
-    turning = [torch.randn(37, 2, 3, 8).to(dtype), *torch.randn(2, 37, 1, 1, 6).to(dtype)]
+    halves = torch.randn(2, 37, 2, 3, 3).to(dtype).unbind()
+    heads = torch.randn(3, 37, 2, 3, 8).to(dtype).unbind()
+    angles = torch.randn(2, 37, 1, 1, 6).to(dtype).unbind()
     logits, maximum, factor = torch.randn(37, 24).to(dtype), torch.rand(37), torch.rand(37)
     torch.set_default_device("cpu")
     gelu = partial(F.gelu, approximate="tanh")
@@ -157,7 +159,8 @@ def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor],
         "gate": (_gated, [wide], [F.silu]),
         "gate's gradient": (_gated_gradient, [wide, gradient], [F.silu]),
         "another gate's": (_gated_gradient, [wide, gradient], [gelu]),
-        "rotation": (_rotate, turning, []),
+        "rotation": (_rotate_halves_, [*halves, *(part[..., :3] for part in angles)], []),
+        "rotation back": (_rotate_back_and_join, [*heads, *angles], []),
         "softmax": (_max_and_sum_exp, [logits], [21]),
         "probabilities": (_to_probabilities_, [logits, maximum, factor], [21]),
     }

@@ -22,6 +22,7 @@ CACHE_ELEMENTS = 2**18
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 INDUCTOR_OPTIONS = "inductor_options"
+SHARES_MEMORY = "shares_memory"
 
 
 class ElementwiseOps:
@@ -167,6 +168,16 @@ def compiled_with(**options: Any) -> Callable[[Function], Function]:
     return mark
 
 
+def sharing_memory(function: Function) -> Function:
+    """Mark a function that changes views of one tensor in place; they have no element in common.
+
+    `torch.compile` sees one tensor there, whose size it compiles in (torch 2.13). So another number
+    of rows runs as written.
+    """
+    setattr(function, SHARES_MEMORY, True)
+    return function
+
+
 class CompiledFunction:
     """A function of tensors and constants whose first number of rows has kernels of its own.
 
@@ -207,6 +218,8 @@ class CompiledFunction:
         rows = len(arguments[0])
         if rows == self._rows.setdefault(family, rows):
             return compile_for(self._function, arguments, self._options)
+        if getattr(self._function, SHARES_MEMORY, False):
+            return lambda values: self._function(*values)
         if self._dynamic is None:
             self._dynamic = torch.compile(
                 self._function, fullgraph=True, options=self._options or None
