@@ -240,6 +240,20 @@ def test_numbers_of_rows_share_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     elementwise._compiled.cache_clear()
 
 
+def test_halves_of_one_tensor_rotate_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any number of rows; `torch.compile` would compile in the size of the shared tensor."""
+    elementwise._compiled.cache_clear()
+    monkeypatch.setattr(elementwise, "compile_graph", run_graph)
+    for count in (7, 5, 9):
+        heads = torch.randn(count, 2, 3, 8)
+        cosine, sine = torch.randn(2, count, 1, 1, 4).unbind()
+        first, second = heads.clone().chunk(2, -1)
+        elementwise.COMPILED.map_rows(_rotate_halves_, (*heads.chunk(2, -1), cosine, sine))
+        rotated = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
+        torch.testing.assert_close(heads, rotated)
+    elementwise._compiled.cache_clear()
+
+
 @pytest.mark.parametrize("missing", ["compiler", "triton"])
 def test_a_machine_without_a_compiler_is_told(missing: str) -> None:
     from torch._dynamo.exc import BackendCompilerFailed

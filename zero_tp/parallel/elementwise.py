@@ -206,26 +206,26 @@ class CompiledFunction:
             for value in arguments
         )
         kernel = self._kernels.get(key)
-        if kernel is None:
-            kernel = self._kernels[key] = self._compile(arguments)
-        return kernel(arguments)
-
-    def _compile(self, arguments: Sequence[Any]) -> Callable[[Sequence[Any]], Any]:
+        if kernel is not None:
+            return kernel(arguments)
         family = tuple(
             (value.shape[1:], value.dtype, value.device) if isinstance(value, Tensor) else value
             for value in arguments
         )
         rows = len(arguments[0])
         if rows == self._rows.setdefault(family, rows):
-            return compile_for(self._function, arguments, self._options)
+            kernel = compile_for(self._function, arguments, self._options)
+            self._kernels[key] = kernel
+            return kernel(arguments)
+        return self._call_dynamic(arguments)
+
+    def _call_dynamic(self, arguments: Sequence[Any]) -> Any:
         if getattr(self._function, SHARES_MEMORY, False):
-            return lambda values: self._function(*values)
+            return self._function(*arguments)
         if self._dynamic is None:
-            self._dynamic = torch.compile(
-                self._function, fullgraph=True, options=self._options or None
-            )
-        dynamic = self._dynamic
-        return lambda values: dynamic(*map(_detached, values))
+            options = self._options or None
+            self._dynamic = torch.compile(self._function, fullgraph=True, options=options)
+        return self._dynamic(*map(_detached, arguments))
 
 
 def compile_for(
