@@ -23,10 +23,12 @@ from torch import Tensor
 from zero_tp.engine.zero.adamw import adamw
 from zero_tp.model.mlp import _gated
 from zero_tp.model.norm import _gradients, _rms_norm, _rows_gradient, _weight_gradient
+from zero_tp.model.position import _rotate_back_and_join, _rotate_halves_
 
 TOKENS = 16_384
 HIDDEN = 2048
 WIDTH = 5504
+HEAD_SIZE = 128
 EPSILON = 1e-5
 PROPERTIES = types.SimpleNamespace(
     name="NVIDIA H200",
@@ -45,10 +47,33 @@ PROPERTIES = types.SimpleNamespace(
 
 
 class Input(NamedTuple):
-    """A contiguous input of a compiled function."""
+    """A tensor that a compiled function is given.
+
+    Attributes:
+        strides: by default those of a contiguous tensor.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    strides: tuple[int, ...] | None = None
+
+    def empty(self, device: str) -> Tensor:
+        """Return an uninitialised tensor like this input."""
+        if self.strides is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+
+class Kernels(NamedTuple):
+    """What inductor generates for a function.
+
+    Attributes:
+        names: of the launched kernels, in order. moved: bytes that they read and write.
+    """
+
+    names: list[str]
+    moved: int
+    source: str
 
 
 def constant(value: Any) -> Callable[..., Any]:
@@ -106,13 +131,10 @@ def _pretend_triton_driver() -> None:
     )
 
 
-def lower(
-    name: str, function: Callable[..., Any], inputs: Sequence[Input], unit: float, **options: Any
-) -> str:
-    """Print launches and bytes of `function` compiled alone; return the generated source.
+def generate(function: Callable[..., Any], inputs: Sequence[Input], **options: Any) -> Kernels:
+    """Return the kernels of `function` compiled alone, on a pretended device.
 
     Args:
-        unit: bytes that count as 1.
         options: inductor's, as `torch.compile` takes them.
     """
     from torch._inductor import config as inductor_config
@@ -124,14 +146,20 @@ def lower(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with inductor_config.patch(options), fake:
-        tensors = [torch.empty(shape, dtype=dtype, device="cuda:0") for shape, dtype in inputs]
+        # Traced for the CPU: indexing tensors of a device that torch was not built for fails.
         pure = torch.func.functionalize(function, remove="mutations")
         trace = make_fx(pure, decomposition_table=select_decomp_table(), tracing_mode="real")
-        module = trace(*tensors)
+        module = trace(*(tensor.empty("cpu") for tensor in inputs))
+        for node in module.graph.nodes:
+            if "device" in node.kwargs:
+                node.kwargs = {**node.kwargs, "device": torch.device("cuda:0")}
+        tensors = [tensor.empty("cuda:0") for tensor in inputs]
         view_to_reshape(module)
+        FakeTensorProp(module, fake).propagate_dont_convert_inputs(*tensors)
         graph = GraphLowering(
             module, example_inputs=tensors, shape_env=fake.shape_env, is_inference=True
         )
@@ -145,8 +173,23 @@ def lower(
             code, _ = graph.codegen()
             total, *_ = graph.count_bytes()
     source: str = code.value if hasattr(code, "value") else str(code)
-    calls = re.findall(r"(triton_\w+)\.run\(", source)
-    print(f"{name:34s} launches={len(calls)} bytes={total / unit:6.2f} units {calls}")
+    # Its own kernels, and those of ATen that it calls between them.
+    aten = r"^ +(?:\w+ = )?(?:extern_kernels|torch\.ops\.aten)\.([\w.]+)\("
+    names = re.findall(rf"(triton_\w+)\.run\(|{aten}", source, re.MULTILINE)
+    return Kernels([own or other for own, other in names], total, source)
+
+
+def lower(
+    name: str, function: Callable[..., Any], inputs: Sequence[Input], unit: float, **options: Any
+) -> str:
+    """Print launches and bytes of `function` compiled alone; return the generated source.
+
+    Args:
+        unit: bytes that count as 1.
+        options: inductor's, as `torch.compile` takes them.
+    """
+    names, moved, source = generate(function, inputs, **options)
+    print(f"{name:34s} launches={len(names)} bytes={moved / unit:6.2f} units {names}")
     return source
 
 
@@ -191,6 +234,15 @@ def main() -> None:
     lower("the same + residual's gradient", rms_backward_of_residual, (rows, *backward), unit)
     lower("sum + rms forward", sum_and_rms_forward, [rows, rows, weight], unit)
     lower("swiglu forward", swiglu_forward, [intermediate], TOKENS * WIDTH * 2)
+    heads = HIDDEN // HEAD_SIZE
+    half = Input(
+        (TOKENS, 1, heads, HEAD_SIZE // 2), rows.dtype, (3 * HIDDEN, 3 * HIDDEN, HEAD_SIZE, 1)
+    )
+    table = Input((TOKENS, 1, 1, HEAD_SIZE // 2), rows.dtype)
+    lower("rotation of Q and K", _rotate_halves_, [half] * 4 + [table] * 2, unit)
+    head = Input((TOKENS, 1, heads, HEAD_SIZE), rows.dtype)
+    table = Input((TOKENS, 1, 1, HEAD_SIZE), rows.dtype)
+    lower("its backward, joined", _rotate_back_and_join, [head] * 3 + [table] * 2, unit)
     numel = HIDDEN * WIDTH
     narrow = Input((numel,), torch.bfloat16)
     wide = Input((numel,), torch.float32)

@@ -20,7 +20,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.model.mlp import _gated, _gated_gradient
 from zero_tp.model.norm import _rms_norm, _rows_gradient, _weight_gradient
-from zero_tp.model.position import _rotate
+from zero_tp.model.position import _rotate_back_and_join, _rotate_halves_
 from zero_tp.parallel import elementwise
 from zero_tp.parallel.loss import _max_and_sum_exp, _to_probabilities_
 from zero_tp.parallel.topology import Topology
@@ -38,8 +38,6 @@ def run(
     """On every rank: losses, norms and weights as written and compiled, and how many kernels
     were made.
     """
-    from torch._dynamo.utils import counters
-
     from tests.support.native import native_tensors
     from zero_tp.engine.engine import TrainingEngine
 
@@ -71,9 +69,12 @@ def run(
         "zero_allow_untested_optimizer": True,
     }
     policy = RecomputePolicy(mode=mode)
-    torch._dynamo.reset()
+    elementwise._compiled.cache_clear()
+    compile_graph = mock.Mock(wraps=elementwise.compile_graph)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(elementwise, "compile_graph", compile_graph)
     for compiled in (False, True):
-        counters.clear()
+        compile_graph.reset_mock()
         engine = TrainingEngine.from_dict(
             config, topology, settings, seed=seed, recompute=policy, compiled=compiled
         )
@@ -87,7 +88,8 @@ def run(
             losses.append(engine.train_step([(own[:, :-1], own[:, 1:])]))
             norms.append(engine.gradient_norm)
         weights = {key: value.float().clone() for key, value in native_tensors(engine.model)}
-        found.append((losses, norms, weights, counters["stats"]["unique_graphs"]))
+        found.append((losses, norms, weights, compile_graph.call_count))
+    monkeypatch.undo()
     return found
 
 
@@ -144,7 +146,9 @@ def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor],
         torch.rand(24).to(dtype),
     )
     scale, wide = torch.rand(37, 1), torch.randn(37, 48).to(dtype)
-    turning = [torch.randn(37, 2, 3, 8).to(dtype), *torch.randn(2, 37, 1, 1, 6).to(dtype)]
+    halves = torch.randn(2, 37, 2, 3, 3).to(dtype).unbind()
+    heads = torch.randn(3, 37, 2, 3, 8).to(dtype).unbind()
+    angles = torch.randn(2, 37, 1, 1, 6).to(dtype).unbind()
     logits, maximum, factor = torch.randn(37, 24).to(dtype), torch.rand(37), torch.rand(37)
     torch.set_default_device("cpu")
     gelu = partial(F.gelu, approximate="tanh")
@@ -155,10 +159,16 @@ def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor],
         "gate": (_gated, [wide], [F.silu]),
         "gate's gradient": (_gated_gradient, [wide, gradient], [F.silu]),
         "another gate's": (_gated_gradient, [wide, gradient], [gelu]),
-        "rotation": (_rotate, turning, []),
+        "rotation": (_rotate_halves_, [*halves, *(part[..., :3] for part in angles)], []),
+        "rotation back": (_rotate_back_and_join, [*heads, *angles], []),
         "softmax": (_max_and_sum_exp, [logits], [21]),
         "probabilities": (_to_probabilities_, [logits, maximum, factor], [21]),
     }
+
+
+def run_graph(graph: Any, _: Any) -> Any:
+    """Return a function of a list of tensors that runs the graph's operations one by one."""
+    return lambda tensors: graph(*tensors)
 
 
 @pytest.mark.slow
@@ -166,7 +176,7 @@ def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor],
 @pytest.mark.parametrize(
     ("backend", "device"),
     [
-        ("aot_eager", "cpu"),
+        ("graph", "cpu"),
         pytest.param("inductor", "cpu", marks=pytest.mark.heavy),
         pytest.param("inductor", "cuda", marks=pytest.mark.cuda),
     ],
@@ -175,11 +185,11 @@ def test_a_kernel_computes_what_is_written(
     seed: int, monkeypatch: pytest.MonkeyPatch, backend: str, device: str, dtype: torch.dtype
 ) -> None:
     """In one graph each; what the compiler fuses it rounds less often."""
-    torch._dynamo.reset()
     elementwise._compiled.cache_clear()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    if backend == "graph":
+        monkeypatch.setattr(elementwise, "compile_graph", run_graph)
     torch.manual_seed(seed)
-    exact = 0.0 if backend == "aot_eager" else 1e-6 if dtype == torch.float32 else 1e-2
+    exact = 0.0 if backend == "graph" else 1e-6 if dtype == torch.float32 else 1e-2
     for name, (function, rows, others) in cases(dtype, device).items():
         copies = [each.clone() for each in rows]
         with torch.no_grad():
@@ -219,6 +229,7 @@ def test_numbers_of_rows_share_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.randn(40, 24)
     elementwise._compiled.cache_clear()
     torch._dynamo.reset()
+    monkeypatch.setattr(elementwise, "compile_graph", run_graph)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     for count in (37, 1, 0, *range(2, 20)):
         rows = logits[:count].clone()
@@ -228,6 +239,20 @@ def test_numbers_of_rows_share_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             strict=True,
         ):
             torch.testing.assert_close(found, expected)
+    elementwise._compiled.cache_clear()
+
+
+def test_halves_of_one_tensor_rotate_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any number of rows; `torch.compile` would compile in the size of the shared tensor."""
+    elementwise._compiled.cache_clear()
+    monkeypatch.setattr(elementwise, "compile_graph", run_graph)
+    for count in (7, 5, 9):
+        heads = torch.randn(count, 2, 3, 8)
+        cosine, sine = torch.randn(2, count, 1, 1, 4).unbind()
+        first, second = heads.clone().chunk(2, -1)
+        elementwise.COMPILED.map_rows(_rotate_halves_, (*heads.chunk(2, -1), cosine, sine))
+        rotated = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
+        torch.testing.assert_close(heads, rotated)
     elementwise._compiled.cache_clear()
 
 

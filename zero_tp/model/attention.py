@@ -267,18 +267,23 @@ class Attention(ElementwiseModule):
             )
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
-        query, key, value = self.qkv(tensor, sequence=context.sequence)
-        # Norm, clip, rotation: the order of transformers' OLMoE.
+        # Norm, clip, rotation: the order of transformers' OLMoE. Without the first two the
+        # projection rotates, in its product.
+        rotates_product = self.clip is None and isinstance(self.query_norm, nn.Identity)
+        query, key, value = self.qkv(
+            tensor,
+            sequence=context.sequence,
+            cos_sin=context.cos_sin if rotates_product else None,
+            ops=self.elementwise,
+        )
         query = self.query_norm(query)
         key = self.key_norm(key)
         if self.clip is not None:
             query, key, value = (
                 tensor.clamp(-self.clip, self.clip) for tensor in (query, key, value)
             )
-        if context.cos_sin is not None:
-            query, key = (
-                apply_rotary(tensor, context.cos_sin, self.elementwise) for tensor in (query, key)
-            )
+        if context.cos_sin is not None and not rotates_product:
+            query, key = apply_rotary(query, key, context.cos_sin, self.elementwise)
         # Keys are cached after the rotation, so each is rotated once, and before they are repeated
         # for their queries, so the cache has each of this rank's KV heads once.
         if context.cache is not None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zero_tp.model.architectures.spec import Rotary
-from zero_tp.parallel.elementwise import ElementwiseOps
+from zero_tp.parallel.elementwise import ElementwiseOps, sharing_memory
 from zero_tp.parallel.layout import Replicated
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
@@ -63,43 +63,121 @@ def _rotate(tensor: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return rotated if other_part.shape[-1] == 0 else torch.cat((rotated, other_part), -1)
 
 
+@sharing_memory
+def _rotate_halves_(*parts: Tensor) -> None:
+    """Rotate in place: parts are the first and second halves [n, *, r/2] of rotary features, of
+    one or several tensors, and at last cosine and sine of the first half.
+
+    A kernel reads and writes each half at the same index, so that it works in place.
+    """
+    *halves, cosine, sine = parts
+    for first, second in zip(halves[::2], halves[1::2], strict=True):
+        turned = first * cosine - second * sine
+        second.copy_(second * cosine + first * sine)
+        first.copy_(turned)
+
+
+def _rotate_in_place(
+    query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps
+) -> None:
+    size = cosine.shape[-1] // 2
+    halves = [half for heads in (query, key) for half in heads[..., : 2 * size].chunk(2, -1)]
+    ops.map_rows(_rotate_halves_, _by_position(*halves, cosine[..., :size], sine[..., :size]))
+
+
+def _rotate_back(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    return _rotate(query, cosine, -sine), _rotate(key, cosine, -sine)
+
+
+def _rotate_back_and_join(
+    query: Tensor, key: Tensor, value: Tensor, cosine: Tensor, sine: Tensor
+) -> Tensor:
+    """Return Q | K | V of each position, Q and K rotated back.
+
+    [n, b, a, d] each → [n, b, 3·a·d].
+    """
+    parts = (*_rotate_back(query, key, cosine, sine), value)
+    return torch.cat([part.flatten(2) for part in parts], -1)
+
+
+def _by_position(*tensors: Tensor) -> list[Tensor]:
+    """Return views with one row per position, as a projection's output has them in memory.
+
+    [b, heads, s, d] → [s, b, heads, d]. A chunk of heads and its angles fit the cache together.
+    """
+    return [tensor.permute(2, 0, 1, 3) for tensor in tensors]
+
+
 class _Rotate(torch.autograd.Function):
-    """Rotate by the angles; backward rotates by the negative angles, and rounds as autograd
-    would.
+    """Rotate queries and keys in place; backward rotates by the negative angles, and rounds as
+    autograd would.
+
+    A rotation's transpose turns back, so that no query or key is kept.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps
-    ) -> Tensor:
-        # A rotation's transpose turns back, so that no query or key is kept. Several operations of
-        # autograd gave the same bits in more than twice the time (benchmarks/tried.md).
+        ctx: Any, query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cosine, sine)
         ctx.ops = ops
-        return _rotate_rows(tensor, cosine, sine, ops)
+        _rotate_in_place(query, key, cosine, sine, ops)
+        return query, key
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        cosine, sine = ctx.saved_tensors
-        return _rotate_rows(gradient, cosine, -sine, ctx.ops), None, None, None
+    def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, ...]:
+        rows = _by_position(query, key, *ctx.saved_tensors)
+        gradients = (part.permute(1, 2, 0, 3) for part in ctx.ops.map_rows(_rotate_back, rows))
+        return (*gradients, None, None, None)
 
 
-def _rotate_rows(tensor: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps) -> Tensor:
-    """Rotate with one row per position. [b, heads, s, d] → the same shape.
+class _RotateProduct(torch.autograd.Function):
+    """Rotate Q and K in place in a product Q | K | V, and return the heads of all three.
 
-    The result has positions outermost in memory.
+    [s, b, 3·a·d] → [b, a, s, d] each. Backward makes the product's gradient in one pass.
     """
-    # Rows of `map_rows` are positions, so that a chunk of heads and its angles fit the cache
-    # together. A projection's output has positions outermost in memory already.
-    by_position = [part.permute(2, 0, 1, 3) for part in (tensor, cosine, sine)]
-    rotated: Tensor = ops.map_rows(_rotate, by_position)
-    return rotated.permute(1, 2, 0, 3)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        product: Tensor,
+        head_size: int,
+        cosine: Tensor,
+        sine: Tensor,
+        ops: ElementwiseOps,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cosine, sine)
+        ctx.ops = ops
+        query, key, value = (split_heads(part, head_size) for part in product.chunk(3, -1))
+        _rotate_in_place(query, key, cosine, sine, ops)
+        return query, key, value
+
+    @staticmethod
+    def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
+        rows = _by_position(query, key, value, *ctx.saved_tensors)
+        return ctx.ops.map_rows(_rotate_back_and_join, rows), None, None, None, None
 
 
-def apply_rotary(tensor: Tensor, cos_sin: CosSin, ops: ElementwiseOps) -> Tensor:
-    """Rotate the first r features of every head, feature i with feature i + r/2.
+def split_heads(tensor: Tensor, head_size: int) -> Tensor:
+    """Return a view: [s, b, heads · d] → [b, heads, s, d]."""
+    return tensor.unflatten(-1, (-1, head_size)).permute(1, 2, 0, 3)
 
-    [b, heads, s, d] → the same shape.
+
+def apply_rotary(
+    query: Tensor, key: Tensor, cos_sin: CosSin, ops: ElementwiseOps
+) -> tuple[Tensor, Tensor]:
+    """Rotate the first r features of every head in place, feature i with feature i + r/2.
+
+    [b, heads, s, d] → the same tensors. No backward may need them unrotated: a linear layer's and
+    a norm's keep their inputs only.
     """
-    rotated: Tensor = _Rotate.apply(tensor, *cos_sin, ops)
+    rotated: tuple[Tensor, Tensor] = _Rotate.apply(query, key, *cos_sin, ops)
     return rotated
+
+
+def apply_rotary_to_product(
+    product: Tensor, head_size: int, cos_sin: CosSin, ops: ElementwiseOps
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the heads of a product Q | K | V [s, b, 3·a·d], Q and K rotated in its memory."""
+    heads: tuple[Tensor, Tensor, Tensor] = _RotateProduct.apply(product, head_size, *cos_sin, ops)
+    return heads

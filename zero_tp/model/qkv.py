@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_tp.model.architectures.spec import TransformerSpec
+from zero_tp.model.position import CosSin, apply_rotary, apply_rotary_to_product, split_heads
+from zero_tp.parallel.elementwise import ElementwiseOps
 from zero_tp.parallel.layout import Layout, Replicated, Sharded
 from zero_tp.parallel.linear import ColumnParallelLinear, column_parallel_linear
 from zero_tp.parallel.parameter import ConstantInit, Normal, ParameterMaker
@@ -33,11 +35,6 @@ def heads_by_rank(heads: int, kv_heads: int, tensor: int) -> list[range]:
     ]
 
 
-def _split_heads(tensor: Tensor, head_size: int) -> Tensor:
-    """Return a view: [s, b, heads · d] → [b, heads, s, d]."""
-    return tensor.unflatten(-1, (-1, head_size)).permute(1, 2, 0, 3)
-
-
 class FusedQKV(ColumnParallelLinear):
     """One weight of Q | K | V blocks, each split by heads, for models with as many KV heads as
     query heads.
@@ -56,14 +53,23 @@ class FusedQKV(ColumnParallelLinear):
         )
         self.head_size = spec.head_size
 
-    def forward(self, tensor: Tensor, *, sequence: bool) -> Heads:  # type: ignore[override]
-        """Project [s, b, h], a sequence shard when `sequence`, to heads of the whole sequence."""
+    def forward(  # type: ignore[override]
+        self, tensor: Tensor, *, sequence: bool, cos_sin: CosSin | None, ops: ElementwiseOps
+    ) -> Heads:
+        """Project [s, b, h], a sequence shard when `sequence`, to heads of the whole sequence.
+
+        Args:
+            cos_sin: angles by which queries and keys are rotated; None: not here.
+        """
+        product = super().forward(tensor, sequence=sequence)
+        if cos_sin is not None:
+            return apply_rotary_to_product(product, self.head_size, cos_sin, ops)
         # Each chunk is this rank's Q, K or V, because the layout splits each of them by itself.
         # Not one view and `unbind`, whose backward copies the gradients twice.
-        parts = super().forward(tensor, sequence=sequence).chunk(3, -1)
+        parts = product.chunk(3, -1)
         # On one CPU thread that takes 9 ms, where stacking and copying took 40 (bf16, 4,096 tokens,
         # h 1,024; benchmarks/tried.md).
-        query, key, value = (_split_heads(part, self.head_size) for part in parts)
+        query, key, value = (split_heads(part, self.head_size) for part in parts)
         return query, key, value
 
     def repeat_for_queries(self, key_or_value: Tensor) -> Tensor:
@@ -118,15 +124,19 @@ class GroupedQKV(nn.Module):
         # With k = 3 and t = 2 a rank may have 4 queries of one KV head and 2 of another.
         self.queries_per_head = None if len(set(counts)) == 1 else counts
 
-    def forward(self, tensor: Tensor, *, sequence: bool) -> Heads:
-        """Project [s, b, h], a sequence shard when `sequence`, to heads of the whole sequence."""
+    def forward(
+        self, tensor: Tensor, *, sequence: bool, cos_sin: CosSin | None, ops: ElementwiseOps
+    ) -> Heads:
+        """Project and rotate as `FusedQKV` does."""
         weights = (self.query, self.key, self.value)
         biases = (self.query_bias, self.key_bias, self.value_bias)
         rows = (None, self.rows, self.rows)
         projected = column_parallel_linear(
             tensor, weights, biases, self.topology, sequence=sequence, rows=rows
         )
-        query, key, value = (_split_heads(part, self.head_size) for part in projected)
+        query, key, value = (split_heads(part, self.head_size) for part in projected)
+        if cos_sin is not None:
+            query, key = apply_rotary(query, key, cos_sin, ops)
         return query, key, value
 
     def repeat_for_queries(self, key_or_value: Tensor) -> Tensor:

@@ -31,7 +31,6 @@ own rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Any
 
 import torch
@@ -179,9 +178,9 @@ class _ColumnParallel(torch.autograd.Function):
             layers = zip(gradients, weights, ctx.rows, strict=True)
             pairs = [(gradient, _used_rows(weight, used)) for gradient, weight, used in layers]
             # The gradients of several weights are added before they are sent: one collective, as
-            # forward had one f or g. Added one by one, only two of these tensors exist at a time.
+            # forward had one f or g.
             start = start_reduce_scatter if ctx.sequence else start_all_reduce
-            input_gradient = reduce(Tensor.add_, (gradient @ weight for gradient, weight in pairs))
+            input_gradient = _sum_of_products(pairs)
             if gathering is not None:
                 gathering.wait()  # before the next collective starts: one order on every rank
             reducing = start(input_gradient, ctx.group)
@@ -203,6 +202,20 @@ class _ColumnParallel(torch.autograd.Function):
             *weight_gradients,
             *bias_gradients,
         )
+
+
+def _sum_of_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return Σ gradient · weight; each product after the first is accumulated by its GEMM.
+
+    [s, b, o], [o, i] → [s, b, i]. The last weight comes first, as in autograd's order.
+    """
+    (gradient, weight), *others = pairs[::-1]
+    total = gradient @ weight
+    for gradient, weight in others:
+        rows = total.flatten(0, 1)
+        # Not `addmm_`, which torch's counter of FLOPs does not know.
+        torch.addmm(rows, gradient.flatten(0, 1), weight, out=rows)
+    return total
 
 
 def _used_rows(parameter: Any, rows: slice | None) -> Any:
@@ -282,12 +295,8 @@ def column_parallel_linear(
         rows: the rows that this rank uses of each weight; by default all.
     """
     ranges = tuple(rows) if rows is not None else (None,) * len(weights)
-    if group_size(topology.tensor_group) == 1:
-        layers = zip(weights, biases, ranges, strict=True)
-        return tuple(
-            _linear(tensor, _used_rows(weight, used), _used_rows(bias, used))
-            for weight, bias, used in layers
-        )
+    if group_size(topology.tensor_group) == 1 and len(weights) == 1:
+        return (_linear(tensor, weights[0], biases[0]),)
     options = (topology.tensor_group, sequence, ranges)
     outputs: tuple[Tensor, ...] = _ColumnParallel.apply(tensor, *options, *weights, *biases)
     return outputs
