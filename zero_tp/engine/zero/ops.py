@@ -12,7 +12,7 @@ from typing import Any
 
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
-from zero_tp.base.settings.optimizer import SGD
+from zero_tp.base.settings.optimizer import Adam
 
 
 def check_nvme(paths: Mapping[str, Path | None]) -> None:
@@ -51,7 +51,7 @@ FUSED_ADAM = "FusedAdamBuilder"
 def builder_name(settings: DeepSpeedSettings) -> str | None:
     """Return DeepSpeed's op builder of the optimizer; None for torch's own."""
     optimizer = settings.optimizer
-    if optimizer is None or isinstance(optimizer.params, SGD) or optimizer.uses_torch_adam:
+    if optimizer is None or not isinstance(optimizer.params, Adam) or optimizer.uses_torch_adam:
         return None
     offloaded = settings.zero_optimization.optimizer_device != "none"
     # DeepSpeed takes FusedAdam wherever `torch_adam` is not set, on a CPU too.

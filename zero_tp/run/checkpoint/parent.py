@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_tp.base.constants import MODEL_KEY
+from zero_tp.base.constants import MODEL_KEY, PARAM_GROUPS_KEY
 from zero_tp.base.errors import ConfigError, UserError, shown
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.model.architectures.configs import TOKEN_IDS, fields_of
@@ -25,6 +25,7 @@ from zero_tp.run.checkpoint.manifest import (
     check_saved_by_run,
     check_states,
     differences,
+    fixed_settings,
 )
 from zero_tp.run.config import RunConfig
 
@@ -38,6 +39,7 @@ SAMPLE_ORDER = ("training.seed", "data.sequence_length")
 MAX_CHANGE_LINES = 5
 """Most lines that a new run prints on differences from its parent."""
 INHERITED = "kept: weights, moments, the optimizer's count of updates, and in fp16 the loss scale"
+ONLY_WEIGHTS = "kept: weights alone, because this optimizer has other states than the parent's"
 RESTARTED = "restarted: the schedule, the samples and dropout, from step 1"
 
 
@@ -56,7 +58,7 @@ def check_parent(
     check_states(parent.path, parent.manifest, config)
     notes = _check_tokenizer(parent.path, parent.manifest, fingerprint)
     _check_model(parent.path, parent.manifest, model)
-    _check_optimizer(parent.path, parent.manifest, config)
+    check_saved_by_run(parent.path, parent.manifest)
     return notes
 
 
@@ -115,33 +117,24 @@ def _check_model(checkpoint: Path, manifest: Manifest, model: PretrainedConfig) 
             )
 
 
-def _check_optimizer(checkpoint: Path, manifest: Manifest, config: RunConfig) -> None:
-    """Check that the new optimizer has the states that were saved.
-
-    Its hyperparameters may differ.
+def inherits_states(manifest: Manifest, config: RunConfig) -> bool:
+    """Return whether the new optimizer has the states that were saved; else a run inherits the
+    weights alone. Hyperparameters may differ.
     """
-    check_saved_by_run(checkpoint, manifest)
-    now = config.resolved()["optimizer"]["type"]
-    before = manifest.fixed["optimizer"]["type"]
+    return _states_of(manifest.fixed) == _states_of(fixed_settings(config))
+
+
+def _states_of(fixed: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what decides which states each parameter has."""
+    optimizer = fixed["optimizer"]
     # Adam and AdamW have the same two moments, and differ only in how they apply decay.
-    if len({str(name).lower().replace("adamw", "adam") for name in (now, before)}) > 1:
-        problem = (
-            f"{shown(now)} has other states than {shown(before)}, with which {checkpoint} was saved"
-        )
-        raise ConfigError(
-            "optimizer.type", problem, "--from keeps the moments; use the same optimizer"
-        )
-    optimizers = config.resolved()["optimizer"], manifest.fixed["optimizer"]
+    name = str(optimizer["type"]).lower().replace("adamw", "adam")
+    if name == "muon":
+        groups = fixed.get(PARAM_GROUPS_KEY, [])
+        names = ("kind", "pattern", "optimizer")
+        return name, [[group.get(key) for key in names] for group in groups]
     # AMSGrad has a third state, the largest second moment.
-    amsgrad, saved = (bool(optimizer.get("params", {}).get("amsgrad")) for optimizer in optimizers)
-    if amsgrad != saved:
-        problem = (
-            f"{shown(amsgrad)} has other states than {shown(saved)}, with which {checkpoint} was "
-            "saved"
-        )
-        raise ConfigError(
-            "optimizer.params.amsgrad", problem, "--from keeps the moments; use the same value"
-        )
+    return name, bool(optimizer.get("params", {}).get("amsgrad"))
 
 
 def check_child(source: Path, run: Path, manifest: Manifest) -> None:
@@ -182,7 +175,7 @@ def describe_parent(
     lines = [
         f"started from {checkpoint}, {tokens:,} tokens{moved}",
         *parent.notes,
-        INHERITED,
+        INHERITED if inherits_states(manifest, config) else ONLY_WEIGHTS,
         RESTARTED,
     ]
     lines += _shorten(differences(manifest, config, validation))

@@ -14,7 +14,7 @@ another one, or on another kind of device, dropout draws from new random streams
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from zero_tp.base.errors import UserError
+from zero_tp.engine.zero.states import MASTER
 from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.parallel.agreement import on_rank_zero
 from zero_tp.parallel.parameter import Zeros
@@ -40,7 +41,12 @@ from zero_tp.run.checkpoint.manifest import (
     differences,
     states_file,
 )
-from zero_tp.run.checkpoint.parent import check_child, check_parent, describe_parent
+from zero_tp.run.checkpoint.parent import (
+    check_child,
+    check_parent,
+    describe_parent,
+    inherits_states,
+)
 from zero_tp.run.checkpoint.reader import RANDOM, CheckpointReader, ParameterLayout
 from zero_tp.run.config import RunConfig
 
@@ -142,7 +148,7 @@ class Resume:
             seed: the run's, for new random streams on another topology.
         """
         manifest = self.checkpoint.manifest
-        _restore_states(zero, self.checkpoint)
+        _restore_states(zero, self.checkpoint, self.checkpoint.manifest.kinds)
         zero.restore_progress(manifest.progress.model_dump())
         if manifest.generation is not None:
             zero.model.generation_config = GenerationConfig(**manifest.generation)
@@ -162,11 +168,12 @@ class Resume:
 class Branch:
     """A new run from the weights and moments of another run. Its members are those of `New`.
 
-    Its config sets everything else.
+    Its config sets everything else. With an optimizer of other states it has the weights alone.
     """
 
     checkpoint: RunCheckpoint
     notes: tuple[str, ...] = ()
+    inherits_states: bool = True
     step: ClassVar[int] = 0
 
     @property
@@ -178,7 +185,10 @@ class Branch:
 
     def restore(self, zero: ZeroEngine, seed: int) -> None:
         """Restore masters, states and their update counts. Collective."""
-        _restore_states(zero, self.checkpoint)
+        if not self.inherits_states:
+            _restore_states(zero, self.checkpoint, [MASTER])
+            return
+        _restore_states(zero, self.checkpoint, self.checkpoint.manifest.kinds)
         zero.restore_update_count(self.checkpoint.manifest.progress.model_dump())
 
     def describe(self, inputs: RunInputs) -> list[str]:
@@ -227,7 +237,7 @@ def find_start(
 
     parent = find_on_all_ranks(find_parent)
     assert parent is not None
-    return Branch(parent, notes)
+    return Branch(parent, notes, inherits_states(parent.manifest, config))
 
 
 def _go_back(may_go_back: bool, check_owner: Callable[[], None], damage: Damaged) -> str:
@@ -257,8 +267,8 @@ def _go_back(may_go_back: bool, check_owner: Callable[[], None], damage: Damaged
     return f"{problem}; set aside as {aside}, going back to the checkpoint before"
 
 
-def _restore_states(zero: ZeroEngine, checkpoint: RunCheckpoint) -> None:
-    """Restore masters and states, and fill the module from them. Collective.
+def _restore_states(zero: ZeroEngine, checkpoint: RunCheckpoint, kinds: Sequence[str]) -> None:
+    """Restore masters and states of these kinds, and fill the module from them. Collective.
 
     The checkpoint's files have been verified.
     """
@@ -268,7 +278,7 @@ def _restore_states(zero: ZeroEngine, checkpoint: RunCheckpoint) -> None:
     # Before the first tensor is read: an error in the middle would leave a model of two
     # checkpoints.
     _check_parameters(checkpoint.path, reader.parameters, wanted)
-    _read_states(zero, checkpoint.manifest, reader, wanted)
+    _read_states(zero, kinds, reader, wanted)
     # The module holds rounded copies of the masters. Without it, the first forward would use the
     # weights that the engine was built with.
     zero.fill_module()
@@ -294,7 +304,7 @@ def _check_parameters(
 @torch.no_grad()
 def _read_states(
     zero: ZeroEngine,
-    manifest: Manifest,
+    kinds: Sequence[str],
     reader: CheckpointReader,
     wanted: dict[str, ParameterLayout],
 ) -> None:
@@ -306,7 +316,7 @@ def _read_states(
     pieces = [
         (fragment, kind)
         for fragment in states.fragments
-        for kind in manifest.kinds
+        for kind in kinds
         if states.has(fragment, kind)
     ]
     disable = None if topology.rank == 0 else True
