@@ -18,6 +18,7 @@ from zero_tp.model.architectures import architecture_of
 from zero_tp.model.attention import CORES, SDPACore
 from zero_tp.model.context import AttentionMask, PackedSequences, VarlenMask
 from zero_tp.model.huggingface import ZeroTPForCausalLM
+from zero_tp.parallel.elementwise import CHUNKED
 from zero_tp.parallel.random import RandomStreams
 from zero_tp.parallel.topology import Topology
 
@@ -157,7 +158,7 @@ def test_the_gradients_of_the_heads_are_copied_once_at_most(kv_heads: int) -> No
     )
     model: Any = ZeroTPForCausalLM(config, Topology(world=1), seed=0)
     heads = model.transformer.layers[0].attention.qkv(
-        torch.randn(6, 2, 32, requires_grad=True), sequence=False
+        torch.randn(6, 2, 32, requires_grad=True), sequence=False, cos_sin=None, ops=CHUNKED
     )
     gradients = [torch.randn(6, 2, each.shape[1], 8).permute(1, 2, 0, 3) for each in heads]
     with Copies() as copies:

@@ -166,8 +166,10 @@ def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor],
     }
 
 
-def run_graph(graph: Any, _: Any) -> Any:
+def run_graph(graph: Any, inputs: Any) -> Any:
     """Return a function of a list of tensors that runs the graph's operations one by one."""
+    sizes = [size for tensor in inputs for size in (*tensor.shape, *tensor.stride())]
+    assert all(isinstance(size, int) for size in sizes), "symbols instead of sizes"
     return lambda tensors: graph(*tensors)
 
 

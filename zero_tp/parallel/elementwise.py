@@ -247,7 +247,8 @@ def compile_for(
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     places = [place for place, value in enumerate(arguments) if isinstance(value, Tensor)]
-    fake_mode = FakeTensorMode(shape_env=ShapeEnv())
+    # Without the argument a shape environment makes every size a symbol.
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     outputs: Any = None
 
     def pure(*tensors: Tensor) -> Any:

@@ -26,6 +26,7 @@ from tests.support.families import model_sizes
 from tests.support.native import Native, native_tensors, to_ours
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH, examples, in_tiers
+from zero_tp.engine.engine import TrainingEngine
 from zero_tp.engine.zero.matrices import Matrix
 from zero_tp.engine.zero.matrix_exchange import assign_owners
 from zero_tp.engine.zero.orthogonalize import NewtonSchulz, rate_factor
@@ -140,8 +141,6 @@ def engine_of(
     clip: float,
     **changes: Any,
 ) -> Any:
-    from zero_tp.engine.engine import TrainingEngine
-
     topology = grid(tensor, sequence)
     settings = {
         "train_micro_batch_size_per_gpu": ROWS // topology.data // 2,
@@ -410,3 +409,48 @@ def test_the_rate_is_that_of_the_stored_shape() -> None:
     assert rate_factor(None, *matrix.stored_shape) == 1.0
     assert rate_factor(None, *replace(matrix, is_transposed=False).stored_shape) == 2.0
     assert rate_factor("match_rms_adamw", *matrix.stored_shape) == pytest.approx(0.2 * 12**0.5)
+
+
+def rates_of(schedule: dict[str, Any]) -> list[float]:
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Muon", "params": {"lr": 2e-2, "adamw": {"lr": 1e-2}}},
+        "scheduler": schedule,
+    }
+    fields = model_sizes(3, "gpt2")
+    reference = decoder(fields, 5)
+    engine = TrainingEngine.from_dict(reference.config, grid(1, False), settings, seed=0)
+    tokens = batches(fields, 1)[0][:1]
+    rates = []
+    for _ in range(4):
+        matrices, decayed, _ = engine.zero.optimizer.param_groups
+        assert decayed["lr"] == pytest.approx(matrices["lr"] / 2)
+        rates.append(float(matrices["lr"]))
+        engine.train_step([(tokens[:, :-1], tokens[:, 1:])])
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (
+            {
+                "type": "cosine_with_min_lr",
+                "params": {"num_warmup_steps": 1, "num_training_steps": 3, "min_lr": 2e-3},
+            },
+            [0.02, 0.011, 0.002, 0.002],
+        ),
+        (
+            {
+                "type": "polynomial",
+                "params": {"num_warmup_steps": 1, "num_training_steps": 3, "lr_end": 4e-3},
+            },
+            [0.02, 0.012, 0.004, 0.004],
+        ),
+    ],
+)
+def test_schedules_move_both_rates(
+    ranks: Pools, schedule: dict[str, Any], expected: list[float]
+) -> None:
+    """Some of transformers' read the rate in the optimizer's defaults."""
+    assert ranks(1).run(rates_of, schedule)[0] == pytest.approx(expected)

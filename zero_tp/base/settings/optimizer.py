@@ -94,7 +94,7 @@ class SGD(OptimizerParams):
 class MuonAdamW(ConfigModel):
     """Arguments of AdamW for what Muon does not update; those left out are torch's."""
 
-    lr: NonNegative | None = Field(None, description="None: Muon's.")
+    lr: Annotated[float, Field(gt=0)] | None = Field(None, description="None: Muon's.")
     betas: tuple[Below1, Below1] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0, lt=1)] = 1e-8
     weight_decay: NonNegative | None = Field(None, description="None: Muon's.")

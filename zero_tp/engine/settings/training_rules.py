@@ -166,10 +166,13 @@ def schedule_rules(config: Combination) -> Iterator[Rule]:
         "the rate falls after the cycle only if decay_lr_rate and decay_step_size are both above 0",
     )
     peak = params.warmup_max_lr if isinstance(params, WarmupLR) else None
+    own = None if optimizer is None else optimizer.params
+    # AdamW's rate moves in proportion to it.
+    divides_adamw_rate = isinstance(own, Muon) and own.adamw.lr is not None
     has_own_rates = schedule is not None and schedule.type in ("OneCycle", "LRRangeTest")
     yield note(
         f"{OPTIMIZER}.lr",
-        has_own_rates or peak not in (None, rate),
+        (has_own_rates or peak not in (None, rate)) and not divides_adamw_rate,
         "the schedule has rates of its own, and this one is not used",
     )
     yield note(

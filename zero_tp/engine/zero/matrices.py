@@ -139,6 +139,24 @@ def matrices_of(
     return matrices
 
 
+def call_of(matrix: Matrix, calls: Mapping[str, int]) -> int:
+    """Return the number of the optimizer's call that updates a matrix.
+
+    Args:
+        calls: of each parameter.
+
+    Raises:
+        UserError: two calls update a part of it each.
+    """
+    first, *others = {calls[part.parameter] for part in matrix.parts}
+    if others:
+        raise UserError(
+            f"zero_optimization.sub_group_size: {matrix.name} lies in two sub-groups, which "
+            "ZeRO-3 updates one after the other; raise it"
+        )
+    return first
+
+
 def heads_of(matrix: Matrix, size: int) -> Iterator[Matrix]:
     """Yield each run of `size` rows as a matrix: a head's Q, K or V."""
     for start in range(0, matrix.shape[0], size):

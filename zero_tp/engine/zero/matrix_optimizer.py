@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_tp.base.errors import UserError
 from zero_tp.engine.zero.fragments import Fragment
-from zero_tp.engine.zero.matrices import Matrix, matrices_of
+from zero_tp.engine.zero.matrices import Matrix, call_of, matrices_of
 from zero_tp.engine.zero.matrix_exchange import MatrixExchange
 from zero_tp.engine.zero.orthogonalize import NewtonSchulz, iteration_flops, rate_factor
 from zero_tp.parallel.spans import Span
@@ -64,7 +63,8 @@ class MatrixOptimizer(torch.optim.AdamW):
 
     def __init__(self, groups: Iterable[dict[str, Any]], dtype: torch.dtype, *, per_head: bool):
         groups = list(groups)
-        super().__init__(groups, fused=True)
+        # Some schedules of transformers read the rate in the defaults.
+        super().__init__(groups, lr=groups[0]["lr"], fused=True)
         self._dtype = dtype
         self._per_head = per_head
         # DeepSpeed replaces the parameters of groups by its masters.
@@ -109,13 +109,7 @@ class MatrixOptimizer(torch.optim.AdamW):
         for matrix in matrices_of(
             model.config, parameters, topology.tensor, per_head=self._per_head
         ):
-            numbers_of_parts = {calls[part.parameter] for part in matrix.parts}
-            if len(numbers_of_parts) > 1:
-                raise UserError(
-                    f"zero_optimization.sub_group_size: {matrix.name} lies in two sub-groups, "
-                    "which ZeRO-3 updates one after the other; raise it"
-                )
-            by_call.setdefault(numbers_of_parts.pop(), []).append(matrix)
+            by_call.setdefault(call_of(matrix, calls), []).append(matrix)
         self._units = {}
         for number, matrices in by_call.items():
             costs = [iteration_flops(*matrix.shape) for matrix in matrices]

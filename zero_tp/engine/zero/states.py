@@ -81,7 +81,9 @@ class OptimizerStates:
     @property
     def steps(self) -> int | None:
         """Return the optimizer's count of updates; None if it counts none (SGD)."""
-        counts = {int(state["step"]) for state in self.optimizer.state.values() if "step" in state}
+        # Not of a partition that is padding alone: its count is not restored, and starts again.
+        states = (self.optimizer.state.get(fragment.flat, {}) for fragment in self.fragments)
+        counts = {int(state["step"]) for state in states if "step" in state}
         assert len(counts) <= 1, f"the optimizer's states were updated {counts} times"
         return counts.pop() if counts else None
 

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from zero_tp.engine.zero.matrices import Matrix, MatrixPart
+from zero_tp.engine.zero.matrices import Matrix, MatrixPart, call_of
 from zero_tp.engine.zero.matrix_exchange import assign_owners, rounds_of
 from zero_tp.engine.zero.orthogonalize import NewtonSchulz
 
@@ -178,7 +178,7 @@ def matrix_update(
     calls = dict(zip(group.names, partition.calls, strict=True))
     by_call: dict[int, list[Matrix]] = {}
     for matrix in group.matrices:
-        by_call.setdefault(calls[matrix.parts[0].parameter], []).append(matrix)
+        by_call.setdefault(call_of(matrix, calls), []).append(matrix)
     holders = _Holders(group, partition)
     exchanges = tuple(
         _exchange(matrices, group.tensor, partition, holders, iteration)
