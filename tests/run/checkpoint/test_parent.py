@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
 from zero_tp.run.checkpoint.directory import read_manifest, step_directory
 from zero_tp.run.checkpoint.find import RunCheckpoint, find_checkpoint
-from zero_tp.run.checkpoint.manifest import Parent
+from zero_tp.run.checkpoint.manifest import Parent, fixed_settings
 from zero_tp.run.checkpoint.parent import (
     MAX_CHANGE_LINES,
     ONLY_WEIGHTS,
@@ -152,7 +153,11 @@ LLAMA: dict[str, Any] = {
 
 
 def config_of(
-    tmp_path: Path, optimizer: str = "AdamW", params: dict[str, Any] | None = None, **model: Any
+    tmp_path: Path,
+    optimizer: str = "AdamW",
+    params: dict[str, Any] | None = None,
+    groups: Sequence[dict[str, Any]] = (),
+    **model: Any,
 ) -> RunConfig:
     raw = {
         "train_batch_size": 4,
@@ -161,6 +166,7 @@ def config_of(
             "model": {**LLAMA, **model},
             "data": {"train": "nowhere/train", "sequence_length": 16},
             "training": {"steps": 4},
+            "param_groups": list(groups),
         },
     }
     return RunConfig.load(written(tmp_path, raw), world_size=1)
@@ -267,6 +273,10 @@ def test_what_is_no_parent_is_one_line(tmp_path: Path, parent: Path) -> None:
     amsgrad = config_of(tmp_path, params={"torch_adam": True, "amsgrad": True})
     assert not inherits_states(checkpoint.manifest, amsgrad)
     assert inherits_states(checkpoint.manifest, config)
+    muon = config_of(tmp_path, optimizer="Muon", groups=[{"kind": "matrix", "lr_scale": 0.5}])
+    moved = config_of(tmp_path, optimizer="Muon", groups=[{"kind": "matrix", "optimizer": "adamw"}])
+    saved = checkpoint.manifest.model_copy(update={"fixed": fixed_settings(muon)})
+    assert inherits_states(saved, muon) and not inherits_states(saved, moved)
     offload = f'{{"device": "nvme", "nvme_path": "{tmp_path}"}}'
     on_nvme = ["zero_optimization.stage=3", f"zero_optimization.offload_optimizer={offload}"]
     nvme = RunConfig.load(tmp_path / "run.json", on_nvme, 1)

@@ -130,9 +130,9 @@ def _states_of(fixed: Mapping[str, Any]) -> tuple[Any, ...]:
     # Adam and AdamW have the same two moments, and differ only in how they apply decay.
     name = str(optimizer["type"]).lower().replace("adamw", "adam")
     if name == "muon":
-        groups = fixed.get(PARAM_GROUPS_KEY, [])
-        names = ("kind", "pattern", "optimizer")
-        return name, [[group.get(key) for key in names] for group in groups]
+        groups = fixed.get(PARAM_GROUPS_KEY, {}).values()
+        keys = ("kind", "pattern", "optimizer")
+        return name, [[group.get(key) for key in keys] for group in groups]
     # AMSGrad has a third state, the largest second moment.
     return name, bool(optimizer.get("params", {}).get("amsgrad"))
 
