@@ -273,10 +273,6 @@ def test_what_is_no_parent_is_one_line(tmp_path: Path, parent: Path) -> None:
     amsgrad = config_of(tmp_path, params={"torch_adam": True, "amsgrad": True})
     assert not inherits_states(checkpoint.manifest, amsgrad)
     assert inherits_states(checkpoint.manifest, config)
-    muon = config_of(tmp_path, optimizer="Muon", groups=[{"kind": "matrix", "lr_scale": 0.5}])
-    moved = config_of(tmp_path, optimizer="Muon", groups=[{"kind": "matrix", "optimizer": "adamw"}])
-    saved = checkpoint.manifest.model_copy(update={"fixed": fixed_settings(muon)})
-    assert inherits_states(saved, muon) and not inherits_states(saved, moved)
     offload = f'{{"device": "nvme", "nvme_path": "{tmp_path}"}}'
     on_nvme = ["zero_optimization.stage=3", f"zero_optimization.offload_optimizer={offload}"]
     nvme = RunConfig.load(tmp_path / "run.json", on_nvme, 1)
@@ -304,3 +300,12 @@ def test_what_differs_from_the_parent_is_five_lines_and_names_every_key() -> Non
     assert _shorten(changes[:MAX_CHANGE_LINES]) == changes[:MAX_CHANGE_LINES]
     *listed, last = _shorten(changes)
     assert listed == changes[:4] and last.endswith(": key4, key5, key6, key7")
+
+
+def test_matrices_that_another_optimizer_updates_inherit_no_states(
+    tmp_path: Path, parent: Path
+) -> None:
+    muon = config_of(tmp_path, optimizer="Muon", groups=[{"kind": "matrix", "lr_scale": 0.5}])
+    moved = config_of(tmp_path, optimizer="Muon", groups=[{"kind": "matrix", "optimizer": "adamw"}])
+    saved = find_checkpoint(parent).manifest.model_copy(update={"fixed": fixed_settings(muon)})
+    assert inherits_states(saved, muon) and not inherits_states(saved, moved)
