@@ -287,7 +287,8 @@ def masters_in_bf16(
     fields: dict[str, Any], seed: int, topology: Any, perturbation: int | None
 ) -> dict[str, Tensor]:
     """The masters after torch's steps, whose gradients are computed in bf16, by our names."""
-    reference = decoder(fields, seed)
+    # A run's masters begin as its weights, which are drawn in bf16.
+    reference = decoder(fields, seed).bfloat16().float()
     optimizers = TorchOptimizers(reference, PARAMS, 0.3)
     rounded = copy.deepcopy(reference).bfloat16()
     draw = None if perturbation is None else torch.Generator().manual_seed(perturbation)
@@ -331,16 +332,14 @@ def distances_in_bf16(
 @THOROUGH
 @pytest.mark.parametrize("family", ["gpt2", "grouped queries"])
 @pytest.mark.parametrize(("tensor", "stage"), [(1, 2), (2, 1), (4, 0)])
-def test_bf16_is_as_near_as_roundings_of_the_gradients(
+def test_bf16_is_as_near_as_a_rounding_of_the_gradients(
     ranks: Pools, run_seed: int, family: str, tensor: int, stage: int
 ) -> None:
-    """Both sides' gradients are rounded in many places. Two independent errors of one rounding each
-    are √2 of it; measured were 1.1 to 1.6.
-    """
+    """As torch's own result under a perturbation of its gradients by one rounding."""
     fields = model_sizes(run_seed, family)
     found = ranks(4).run(distances_in_bf16, fields, run_seed, tensor, tensor > 1, stage)
     error, moved = found[0]
-    assert error <= 2 * statistics.median(moved)
+    assert error <= 1.5 * statistics.median(moved)
 
 
 def skipped(stage: int, tensor: int) -> bool:
