@@ -2,9 +2,10 @@
 
     torchrun --nproc_per_node 2 -m benchmarks.muon --output benchmarks/results/
 
-A Llama in fp32 at ZeRO-1: most CPUs have no fast products in bf16. Only the end of a step is timed: norm, clip, update, all-gather of the
-weights. "gathered" is what other trainers do: every rank gathers all matrices and orthogonalises
-each of them. The rate of products is that of Newton-Schulz's own, on its shapes.
+A Llama in fp32 at ZeRO-1: most CPUs have no fast products in bf16. Only the end of a step is timed:
+norm, clip, update, all-gather of the weights. "gathered" is what other trainers do: every rank
+gathers all matrices and orthogonalises each of them. The rate of products is that of
+Newton-Schulz's own, on its shapes.
 """
 
 from __future__ import annotations
