@@ -5,7 +5,7 @@
 # in place. Without Nesterov that tensor is the momentum, so each step forgets how large the earlier gradients were. With
 # Nesterov, and in fp32, the momentum stays.
 #
-# Seen: norm of the momentum after one step, where half of the gradient's norm is 14.02: 14.02 with Nesterov, 1.00 without.
+# torch 2.15 copies it. Seen in 2.13: norm of the momentum after one step, where half of the gradient's norm is 14.02: 14.02 with Nesterov, 1.00 without.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

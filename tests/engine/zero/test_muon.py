@@ -8,8 +8,10 @@ import copy
 import math
 import re
 import statistics
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -42,6 +44,20 @@ BY_ADAMW = re.compile(
 
 
 QKV = re.compile(r"(q_proj|k_proj|v_proj|qkv_proj|c_attn|query_key_value)\.weight$")
+
+
+@contextmanager
+def products_in_fp32() -> Iterator[None]:
+    """torch's own Newton-Schulz, as in our fp32 runs: it takes a copy instead of a rounding.
+
+    torch 2.13 calls `Tensor.bfloat16`, 2.15 `Tensor.to` with the dtype.
+    """
+    names = SimpleNamespace(**(vars(torch) | {"bfloat16": torch.float32}))
+    with (
+        patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone),
+        patch.object(torch.optim._muon, "torch", names),
+    ):
+        yield
 
 
 class TorchOptimizers:
@@ -125,9 +141,7 @@ class TorchOptimizers:
             self.leaves[name].grad = gradient.clone()
         if self.clip:
             torch.nn.utils.clip_grad_norm_(self.leaves.values(), self.clip)
-        # Newton-Schulz in fp32, as in our fp32 runs: torch's own, on a copy instead of a rounding.
-        in_fp32 = patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone)
-        with nullcontext() if computed is not None else in_fp32:
+        with nullcontext() if computed is not None else products_in_fp32():
             self.muon.step()
         self.adamw.step()
 
