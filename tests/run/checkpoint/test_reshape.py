@@ -85,6 +85,19 @@ def moved(path: str, run: str, again: str, saved: int) -> list[tuple[float, floa
     return steps_of(engine, saved + 1, saved + MORE)
 
 
+def inherited(path: str, run: str, again: str, saved: int) -> list[tuple[float, float]]:
+    """Begin on this grid with the weights alone, save at once, and train a step."""
+    from zero_tp.run.checkpoint.save import run_saver
+    from zero_tp.run.checkpoint.start_point import Branch
+
+    engine, config = build(path)
+    Branch(find_checkpoint(Path(run)), (), False).restore(engine.zero, 0)
+    saver = run_saver(engine.zero, config, Path(again))
+    saver.save(saved)
+    assert saver.outcome() == (saved, "")
+    return steps_of(engine, saved + 1, saved + 1)
+
+
 HEAVY = (BF16_ZERO3, BF16_UNPARTITIONED, OFFLOADED, THREE)
 SOURCES = [
     pytest.param(
@@ -120,3 +133,24 @@ def test_a_run_moves(ranks: Pools, tmp_path: Path, source: Place, seed: int) -> 
         for (loss, norm), (loss_before, norm_before) in zip(done, unmoved, strict=True):
             assert loss == pytest.approx(loss_before, rel=1e-5 if exact else 1e-2), target.name
             assert not exact or norm == pytest.approx(norm_before, rel=1e-4), target.name
+
+
+@THOROUGH
+@pytest.mark.parametrize("target", [MUON, MUON_WHOLE], ids=lambda place: place.name)
+def test_muon_starts_from_the_weights_that_adamw_has_trained(
+    ranks: Pools, tmp_path: Path, target: Place
+) -> None:
+    draw = random.Random(1)
+    path = SPLIT.write(tmp_path / "source.json", draw)
+    unmoved = ranks(SPLIT.world).run(first_part, str(path), str(tmp_path / "run"), 2)[0]
+    saved = contents(tmp_path / "run", 2)
+    path, again = target.write(tmp_path / "target.json", draw), tmp_path / "again"
+    options = (str(path), str(tmp_path / "run"), str(again), 2)
+    (loss, norm), *_ = ranks(target.world).run(inherited, *options)[0]
+    restored = contents(again, 2)
+    assert {kind for _, kind in restored} == {"master"}, "no step was taken, so no state is there"
+    for key, tensor in restored.items():
+        assert torch.equal(tensor, saved[key]), key
+    loss_before, norm_before = unmoved[0]
+    assert loss == pytest.approx(loss_before, rel=1e-5)
+    assert norm == pytest.approx(norm_before, rel=1e-4)

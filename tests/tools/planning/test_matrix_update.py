@@ -123,7 +123,7 @@ def test_messages_and_temporaries_of_every_rank(
     for rank in range(WORLD):
         messages, most = exchanged(group, update, spans, rank)
         to_owners = zip(call.sent[:, rank], call.received[:, rank], strict=True)
-        back = zip(call.returned[:, rank], call.kept[:, rank], strict=True)
+        back = zip(call.returned[:, rank], call.delivered[:, rank], strict=True)
         assert messages == [pair for both in zip(to_owners, back, strict=True) for pair in both]
         # The norms, numbers of 4 bytes at most.
         assert 0 <= most - update.temporaries[rank] <= 16, (most, update.temporaries)

@@ -60,7 +60,7 @@ class Exchange:
     Attributes:
         sent: of directions that a rank sends to owners; received: that an owner receives. Both
             count what an owner has itself.
-        returned: of results that an owner sends; kept: that a rank receives.
+        returned: of results that an owner sends; delivered: that a rank receives.
         results: of an owner's matrices, in the order of every TP rank's shards.
         computing: the most elements that an owner has beside `received`: its results so far, and
             the matrix that is orthogonalised with the iteration's temporaries.
@@ -73,7 +73,7 @@ class Exchange:
     sent: Counts
     received: Counts
     returned: Counts
-    kept: Counts
+    delivered: Counts
     results: Counts
     computing: Counts
     moved: Counts
@@ -156,15 +156,15 @@ class MatrixUpdate:
         #     joined      sent as fp32, and cast
         #     sent        sent + received
         #     computed    received + results so far + Newton-Schulz's
-        #     returned    results + returned + kept
+        #     returned    results + returned + delivered
         itemsize = self.itemsize
         alone = exchange.sent.shape[1] == 1  # nothing is sent: a rank's message is what it receives
         joined = exchange.sent * (4 + itemsize if itemsize < 4 else 4)
-        received, kept = (0, 0) if alone else (exchange.received, exchange.kept)
+        received, delivered = (0, 0) if alone else (exchange.received, exchange.delivered)
         moments = (
             exchange.sent + received,
             exchange.received + exchange.computing,
-            exchange.results + exchange.returned + kept,
+            exchange.results + exchange.returned + delivered,
         )
         most: Counts = np.maximum(joined, itemsize * np.max(moments, axis=0))
         return most
@@ -223,7 +223,7 @@ def _exchange(
     sizes = [matrix.numel * (partition.data if is_copied else 1) for matrix in matrices]
     rounds = rounds_of(sizes, owners, ranks)
     # Elements that each rank has of each owner's matrices.
-    sent, received, returned, kept, results, computing, own = np.zeros(
+    sent, received, returned, delivered, results, computing, own = np.zeros(
         (7, len(rounds), ranks), np.int64
     )
     moved = np.zeros((len(rounds), 2), np.int64)
@@ -238,7 +238,7 @@ def _exchange(
             for part in matrix.parts:
                 _count(part, owner, tensor, partition, holders, sources, targets)
             sent[number] += sources
-            kept[number] += targets
+            delivered[number] += targets
             received[number, owner] += sources.sum()
             returned[number, owner] += targets.sum()
             short = min(matrix.shape)
@@ -259,7 +259,9 @@ def _exchange(
             max(sent_away.max(), from_others.max()),
             max(returned_away.max(), back.max()),
         )
-    return Exchange(sent, received, returned, kept, results, computing, moved, own, tuple(shapes))
+    return Exchange(
+        sent, received, returned, delivered, results, computing, moved, own, tuple(shapes)
+    )
 
 
 def _count(
