@@ -115,8 +115,8 @@ def rotary(
         backwards: turn by the negative angles.
         attributes: others of Rotary.
     """
-    given = config.rope_parameters
-    parameters = dict(given if layer_type is None else given[layer_type])
+    of_all = config.rope_parameters
+    parameters = dict(of_all if layer_type is None else of_all[layer_type])
     kind = _rope_type(parameters)
     _check_values(parameters, kind)
     rotary_dim = _rotary_dim(config, parameters, head_size, partial_rotary)
