@@ -26,6 +26,9 @@ SIZES = {
         "num_local_experts": 2,
         "num_experts_per_tok": 1,
         "shared_expert_intermediate_size": 16,
+        "n_routed_experts": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 0,
     },
 }
 
@@ -66,6 +69,11 @@ GENERAL_SIZES: dict[str, Any] = {
     "output_router_logits": True,
     "router_aux_loss_coef": 0.5,
     "mlp_only_layers": [0],
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
     "clip_qkv": 2.0,
     "max_position_embeddings": 32,
     "use_sliding_window": True,

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from zero_tp.model.position import CosSin
-from zero_tp.model.router_balance import RouterBalance
+from zero_tp.model.router_balance import ChoiceCount, RouterBalance
 
 
 @dataclass(frozen=True)
@@ -207,6 +207,7 @@ class ForwardInputs:
         packed: the documents packed in the rows; a token attends to its own.
         cache: keys and values of earlier tokens; gets the present ones.
         balance: statistics of the routers, for the load-balancing loss.
+        choice_count: counts the experts that tokens choose, for the update of routers' biases.
     """
 
     padding_mask: Tensor | None = None
@@ -214,6 +215,7 @@ class ForwardInputs:
     packed: PackedSequences | None = None
     cache: Cache | None = None
     balance: RouterBalance | None = None
+    choice_count: ChoiceCount | None = None
 
     @property
     def past(self) -> int:
@@ -231,7 +233,7 @@ class ForwardContext:
         cos_sin: of rotary positions.
         cache: keys and values of earlier tokens, of this rank's KV heads; `update` adds the present
             ones.
-        balance: statistics of the routers, for the load-balancing loss.
+        balance, choice_count: see ForwardInputs.
     """
 
     sequence: bool
@@ -239,3 +241,4 @@ class ForwardContext:
     cos_sin: CosSin | None = None
     cache: Cache | None = None
     balance: RouterBalance | None = None
+    choice_count: ChoiceCount | None = None

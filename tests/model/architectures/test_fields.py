@@ -27,7 +27,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.support.compare import check_close
 from tests.support.encoders import rows_for
-from tests.support.native import Native, gradients, native_model, our_class, to_ours
+from tests.support.native import (
+    Native,
+    correction_biases,
+    gradients,
+    gradients_to_ours,
+    native_model,
+    our_class,
+    to_ours,
+)
 from tests.support.tiny_configs import GENERAL_SIZES, general_fields
 from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
@@ -39,6 +47,7 @@ from zero_tp.model.architectures.configs import (
 )
 from zero_tp.model.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG
 from zero_tp.model.huggingface import ZeroTPForCausalLM
+from zero_tp.parallel.layout import stored_tensors
 
 EACH_TABLE = pytest.mark.parametrize("model_type", ARCHITECTURES)
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -64,6 +73,12 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "num_experts_per_tok": (3, 6, 0),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), (20, 0)),
     "decoder_sparse_step": (2, 0, 4),
+    "n_routed_experts": (6, 5, 2, None),
+    "n_shared_experts": (2, 0, None),
+    "n_group": (4, 3, 8, None),
+    "topk_group": (2, 3, 0, None),
+    "first_k_dense_replace": (0, 2, 3, -1, None),
+    "routed_scaling_factor": (2.5, 1.0),
     "mlp_only_layers": ([1], [0, 7], None, [0, 1, 2], [-1]),
     "clip_qkv": (0.5, None, -1.0),
     "type_vocab_size": (4, 0),
@@ -188,7 +203,7 @@ class Outcome:
 def set_weights(model: Any) -> Any:
     """Random weights that depend on the names and shapes alone."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *correction_biases(model)):
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             drawn = torch.randn(parameter.shape, generator=generator) * 0.3
             parameter.copy_(
@@ -230,7 +245,7 @@ def compared(written: dict[str, Any], directory: Path, *, train: bool = False) -
         return Outcome(expected[logits].detach(), {})
     expected.loss.backward()
     found.loss.backward()
-    check_close(gradients(ours), to_ours(theirs.config, gradients(theirs)))
+    check_close(gradients(ours), gradients_to_ours(theirs.config, theirs))
     return Outcome(expected[logits].detach(), gradients(theirs))
 
 
@@ -253,7 +268,9 @@ def test_all_fields_of_a_config_are_read_again(model_type: str) -> None:
     """A checkpoint of a run that began from a Hugging Face directory holds every field, and no
     directory.
     """
-    config = config_from_block({"model_type": model_type})
+    required = {"n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 6}
+    fields = required if model_type == "dots1" else {}  # without defaults
+    config = config_from_block({"model_type": model_type, **fields})
     assert config_from_json(config.to_dict(), Path("gone")).to_dict() == config.to_dict()
 
 
@@ -317,7 +334,7 @@ def test_new_weights_are_drawn_as_the_class_draws_them(model_type: str) -> None:
         **{name: value for name, value in written.items() if name != "model_type"}
     )
     expected = to_ours(config, native_model(config).state_dict())
-    ours = dict(our_class(config)(copy.deepcopy(config), seed=1).named_parameters())
+    ours = dict(stored_tensors(our_class(config)(copy.deepcopy(config), seed=1)))
     assert ours.keys() == expected.keys()
     for name, parameter in ours.items():
         theirs = expected[name]

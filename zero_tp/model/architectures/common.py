@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -289,7 +290,11 @@ GATED_MLP = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
 
 def expert_weights(
-    spec: TransformerSpec, block: str, linears: Mapping[str, tuple[str, ...]]
+    spec: TransformerSpec,
+    block: str,
+    linears: Mapping[str, tuple[str, ...]],
+    shared: str,
+    correction_bias: str,
 ) -> Iterator[Weight]:
     """Yield the weights of routers and experts: files have one tensor an expert, transformers'
     classes stack them.
@@ -304,6 +309,13 @@ def expert_weights(
         native_name=f"{HF_LAYER}mlp.gate.weight",
         layers=layers,
     )
+    if correction_bias:
+        yield Weight(
+            f"{OUR_LAYER}mlp.router.correction_bias",
+            f"{HF_LAYER}mlp.{correction_bias}",
+            dtype=torch.float32,
+            layers=layers,
+        )
     for our_name, names in linears.items():
         experts = [f"{HF_LAYER}{block}.experts.{number}" for number in range(count)]
         # In the order of our rows: gate and up of expert 0, gate and up of expert 1, and so on.
@@ -318,11 +330,11 @@ def expert_weights(
         )
     if spec.experts.shared:
         for our_name, hf_names in GATED_MLP.items():
-            names = tuple(f"mlp.shared_expert.{name}" for name in hf_names)
+            names = tuple(f"mlp.{shared}.{name}" for name in hf_names)
             yield from layer_weights(f"mlp.shared.{our_name}", *names, bias=False, layers=layers)
-        yield Weight(
-            f"{OUR_LAYER}mlp.shared.gate", f"{HF_LAYER}mlp.shared_expert_gate.weight", layers=layers
-        )
+        if spec.experts.shared_gate:
+            gate = f"{HF_LAYER}mlp.{shared}_gate.weight"
+            yield Weight(f"{OUR_LAYER}mlp.shared.gate", gate, layers=layers)
 
 
 def weights(
@@ -332,6 +344,8 @@ def weights(
     *,
     block: str = "mlp",
     linears: Mapping[str, tuple[str, ...]] = GATED_MLP,
+    shared: str = "shared_expert",
+    correction_bias: str = "",
 ) -> tuple[Weight, ...]:
     """Return every parameter of a model of this spec.
 
@@ -340,6 +354,8 @@ def weights(
         mlp: linear layers of dense MLPs, our name → Hugging Face's.
         block: name of the mixture of experts in files, such as `block_sparse_moe`.
         linears: linear layers of one expert, our name → Hugging Face's.
+        shared: name of the shared expert in a layer's MLP.
+        correction_bias: name of the routers' bias in a layer's MLP; empty if they have none.
     """
     # A new norm with a bias needs an entry here.
     bias = spec.norm == "layer_norm"
@@ -353,7 +369,7 @@ def weights(
         )
     listed += [*module_weights("transformer.final_norm", "model.norm", bias=bias), HEAD]
     if spec.experts is not None:
-        listed += expert_weights(spec, block, linears)
+        listed += expert_weights(spec, block, linears, shared, correction_bias)
     return tuple(listed)
 
 
@@ -362,8 +378,13 @@ def architecture(
     spec: Callable[[PretrainedConfig], TransformerSpec],
     native_class: str,
     weights: Callable[[TransformerSpec], tuple[Weight, ...]] = weights,
+    obsolete_tensors: tuple[str, ...] = (),
 ) -> Architecture:
-    """Return the table of a decoder whose weights have Llama's names, or `weights`."""
+    """Return the table of a decoder whose weights have Llama's names, or `weights`.
+
+    Args:
+        obsolete_tensors: more than those of every decoder.
+    """
     return Architecture(
         fields=fields,
         translate=spec,
@@ -372,6 +393,7 @@ def architecture(
         native_class=native_class,
         base_prefix="model.",
         obsolete_tensors=(
-            r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
-        ),  # computed from the config
+            r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # computed from the config
+            *obsolete_tensors,
+        ),
     )

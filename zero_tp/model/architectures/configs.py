@@ -125,6 +125,7 @@ def _check_sizes(fields: dict[str, Any], aliases: dict[str, str]) -> None:
         aliases.get("num_hidden_layers"),
         "num_experts",
         "num_local_experts",
+        "n_routed_experts",
     }
     collector = ErrorCollector()
     for name, value in fields.items():

@@ -35,6 +35,7 @@ class Weight:
         native_name: its name in transformers' class if files differ; `hf_name` is then the name in
             files. The class stacks experts as we do; files have one tensor for each.
         layers: numbers of the layers that have it; None: all.
+        dtype: in files, whatever the others have; None: theirs.
     """
 
     our_name: str
@@ -45,6 +46,7 @@ class Weight:
     experts: int | None = None
     native_name: str | None = None
     layers: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

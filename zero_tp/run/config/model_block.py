@@ -48,6 +48,9 @@ def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrai
         raise ConfigError(
             "zero_tp.logging.experts", f"{config.model_type} has no experts", "leave it out"
         )
+    if zero_tp.training.router_bias_update_rate and not spec.has_correction_bias:
+        key = "zero_tp.training.router_bias_update_rate"
+        raise ConfigError(key, f"no router of a {config.model_type} has a bias", "leave it out")
     return config
 
 

@@ -28,6 +28,7 @@ from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.base.settings.optimizer import ELEMENTWISE, REFUSED_OPTIMIZERS
 from zero_tp.base.settings.param_groups import ParamGroup
 from zero_tp.base.settings.schema import Parallel
+from zero_tp.engine.bias_update import BiasUpdate
 from zero_tp.engine.guards import check_hooks, check_replicas
 from zero_tp.engine.param_groups import optimizer_groups
 from zero_tp.engine.settings.parse import check_settings
@@ -52,11 +53,13 @@ class SteppedEngine:
 
     Attributes:
         zero: the engine of the ZeRO stage; it computes the norm and clips.
+        bias_update: moves the routers' biases after each update.
         engine: DeepSpeed's. accelerate's `free_memory` destroys it by this name.
     """
 
-    def __init__(self, zero: ZeroEngine):
+    def __init__(self, zero: ZeroEngine, bias_update: BiasUpdate):
         self.zero = zero
+        self.bias_update = bias_update
         self.engine = zero.deepspeed_engine
 
     def backward(self, loss: Tensor, sync_gradients: bool = True, **options: Any) -> None:
@@ -73,6 +76,7 @@ class SteppedEngine:
         check_hooks(self.zero.model)
         if sync_gradients:
             self.zero.step()
+            self.bias_update.apply(self.zero)
 
     def get_global_grad_norm(self) -> Tensor | float:
         """Return the last step's norm before clipping.
@@ -93,6 +97,7 @@ class TensorParallelAccelerator(Accelerator):
         topology: Topology,
         clipping: float | None,
         on_engine: Callable[[ZeroEngine], None],
+        bias_update: BiasUpdate,
         param_groups: Sequence[ParamGroup] = (),
         **options: Any,
     ) -> None:
@@ -101,6 +106,7 @@ class TensorParallelAccelerator(Accelerator):
         Args:
             clipping: the bound on the gradient norm, unless DeepSpeed's config has one.
             on_engine: called with each engine.
+            bias_update: of the model's routers.
             param_groups: of an optimizer that DeepSpeed's config names; by default it has one group
                 of all parameters, as under plain Trainer.
 
@@ -117,6 +123,7 @@ class TensorParallelAccelerator(Accelerator):
         self.topology = topology
         self.clipping = clipping
         self.on_engine = on_engine
+        self.bias_update = bias_update
         self.param_groups = param_groups
         # By default accelerate reads an iterable data set on rank 0 only and slices each batch for
         # all ranks.
@@ -176,7 +183,7 @@ class TensorParallelAccelerator(Accelerator):
             wrapped,
             *(_scheduler(dummy, zero, wrapped) for dummy in rest),
         ]
-        self.deepspeed_engine_wrapped = SteppedEngine(zero)
+        self.deepspeed_engine_wrapped = SteppedEngine(zero, self.bias_update)
         self._models.append(zero.deepspeed_engine)
         self._optimizers.append(wrapped)
         self.on_engine(zero)
