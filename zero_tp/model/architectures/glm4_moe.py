@@ -14,7 +14,10 @@ FIELDS = common.fields(
     read=("pad_token_id", "attention_bias", "use_qk_norm", *grouped_experts.READ),
     irrelevant={
         **grouped_experts.IRRELEVANT,
-        "num_mtp_layers": "the class has no layers that predict a second token",
+        **dict.fromkeys(
+            ("num_mtp_layers", "num_nextn_predict_layers"),
+            "the class has no layers that predict a second token",
+        ),
     },
     undeclared={"head_dim": int},
 )
