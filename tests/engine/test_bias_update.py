@@ -167,6 +167,22 @@ def test_a_model_without_biases_is_refused() -> None:
         BiasUpdate(model, model.topology, RATE)
 
 
+def biases_in_bf16(stage: int) -> tuple[str, bool]:
+    """Their dtype, and whether a step moved each by the rate or not at all, without rounding."""
+    reference = reference_model(1)
+    engine = engine_with(reference, 2, stage, settings={"dtype": "bf16"})
+    assert torch.equal(our_biases(engine.model), biases(reference))
+    engine.train_step(own_rows(engine, 0))
+    found = our_biases(engine.model)
+    allowed = torch.stack([biases(reference) + RATE * sign for sign in (-1, 0, 1)])
+    return str(found.dtype), bool((allowed == found).any(0).all())
+
+
+@pytest.mark.parametrize("stage", in_tiers([0, 1, 2, 3], [3]))
+def test_biases_stay_in_fp32(ranks: Pools, stage: int) -> None:
+    assert ranks(2).run(biases_in_bf16, stage) == [("torch.float32", True)] * 2
+
+
 def test_a_cast_keeps_the_biases() -> None:
     reference = reference_model(1)
     model = parallel_model(reference, Topology(world=1))
