@@ -60,7 +60,9 @@ def test_choices_are_counted_once_and_without_padding(mode: Any) -> None:
     with counted_choices(reference, mask) as expected:
         reference(input_ids=tokens, attention_mask=mask)
     model = parallel_model(reference, Topology(world=1)).train()
-    ActivationMemory(model, RecomputePolicy(mode=mode), ActivationCheckpointing(), torch.device("cpu"))
+    ActivationMemory(
+        model, RecomputePolicy(mode=mode), ActivationCheckpointing(), torch.device("cpu")
+    )
     with BiasUpdate(model, model.topology, RATE).counting():
         model(tokens, attention_mask=mask, labels=tokens).loss.backward()
     model(tokens, attention_mask=mask, labels=tokens)
@@ -115,9 +117,7 @@ def trained_biases(seed: int, tensor: int, stage: int) -> list[list[float]]:
     return our_biases(engine.model).tolist()
 
 
-@pytest.mark.parametrize(
-    ("tensor", "stage"), in_tiers([(1, 1), (2, 0), (2, 3), (4, 2)], [(2, 3)])
-)
+@pytest.mark.parametrize(("tensor", "stage"), in_tiers([(1, 1), (2, 0), (2, 3), (4, 2)], [(2, 3)]))
 def test_steps_move_the_biases(ranks: Pools, tensor: int, stage: int) -> None:
     found = ranks(4).run(trained_biases, 5, tensor, stage)
     assert found == found[:1] * 4

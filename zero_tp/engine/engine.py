@@ -324,13 +324,13 @@ class TrainingEngine:
             self.activations.begin_micro_batch(index)
             guarding = guarded is not None and index == 0
             with (
+                self._bias_update.counting(),
                 guards.check_expert_choices(self.model, self.topology, guarded or 0)
                 if guarding
-                else nullcontext()
+                else nullcontext(),
             ):
                 # Through DeepSpeed's engine: ZeRO-3 gathers parameters in hooks of its forward.
-                with self._bias_update.counting():
-                    output = self._forward(self.deepspeed_engine, batch, **divisors)
+                output = self._forward(self.deepspeed_engine, batch, **divisors)
             self._backward(output.loss)
             for number, name in enumerate(("loss", *names)):
                 figures[number] += getattr(output, name).detach()

@@ -1,10 +1,10 @@
 """Statistics of all routers in one forward: the load-balancing loss (arXiv 2101.03961, equations 4
 to 6), and the choices by which routers' biases are updated.
 
-The loss is transformers' `load_balancing_loss_func`: E · Σₑ fₑ Pₑ. fₑ counts an expert's choices, Pₑ sums
-its probabilities over the tokens of all layers; both are divided by the number of these tokens. As
-in transformers, each micro-batch of a replica has its own loss, because it is not linear in fₑ and
-Pₑ. DeepSpeed averages over micro-batches and DP ranks.
+The loss is transformers' `load_balancing_loss_func`: E · Σₑ fₑ Pₑ. fₑ counts an expert's choices,
+Pₑ sums its probabilities over the tokens of all layers; both are divided by the number of these
+tokens. As in transformers, each micro-batch of a replica has its own loss, because it is not linear
+in fₑ and Pₑ. DeepSpeed averages over micro-batches and DP ranks.
 """
 
 from __future__ import annotations

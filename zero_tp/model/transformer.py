@@ -234,9 +234,7 @@ class Transformer(nn.Module):
             if rotary.by_length:
                 total_length = self._scaled_length(total_length)
             cos_sin = compute_cos_sin(rotary, positions, total_length, like.dtype)
-        return ForwardContext(
-            sequence, masks, cos_sin, cache, inputs.balance, inputs.choice_count
-        )
+        return ForwardContext(sequence, masks, cos_sin, cache, inputs.balance, inputs.choice_count)
 
     def _scaled_length(self, length: int) -> int:
         """Return the length that dynamic scaling of rotary frequencies uses in this forward.

@@ -57,9 +57,7 @@ def resumed_biases(path: str, run: str) -> list[Tensor]:
     return restored
 
 
-@pytest.mark.parametrize(
-    ("tensor", "stage"), in_tiers([(1, 3), (4, 2), (2, 1), (2, 0)], [(4, 2)])
-)
+@pytest.mark.parametrize(("tensor", "stage"), in_tiers([(1, 3), (4, 2), (2, 1), (2, 0)], [(4, 2)]))
 def test_biases_resume_on_another_grid(
     ranks: Pools, tmp_path: Path, tensor: int, stage: int
 ) -> None:
@@ -78,9 +76,7 @@ def test_biases_resume_on_another_grid(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_export_has_the_biases_in_fp32(
-    ranks: Pools, tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_an_export_has_the_biases_in_fp32(ranks: Pools, tmp_path: Path, dtype: torch.dtype) -> None:
     run = tmp_path / "run"
     path = run_file(tmp_path / "run.json", 2, 1)
     traces: list[dict[str, Any]] = ranks(2).run(train_and_save, str(path), str(run), [3], 3)

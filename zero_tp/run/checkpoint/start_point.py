@@ -274,9 +274,7 @@ def _restore_states(zero: ZeroEngine, checkpoint: RunCheckpoint, kinds: Sequence
     The checkpoint's files have been verified.
     """
     reader = CheckpointReader(checkpoint.path, checkpoint.manifest, zero.topology.data_rank)
-    wanted = {
-        name: ParameterLayout.of(tensor) for name, tensor in stored_tensors(zero.model)
-    }
+    wanted = {name: ParameterLayout.of(tensor) for name, tensor in stored_tensors(zero.model)}
     # Before the first tensor is read: an error in the middle would leave a model of two
     # checkpoints.
     _check_parameters(checkpoint.path, reader.parameters, wanted)

@@ -53,11 +53,11 @@ class SteppedEngine:
 
     Attributes:
         zero: the engine of the ZeRO stage; it computes the norm and clips.
-        bias_update: moves the routers' biases after each update.
+        bias_update: moves the routers' biases after each update; None leaves them.
         engine: DeepSpeed's. accelerate's `free_memory` destroys it by this name.
     """
 
-    def __init__(self, zero: ZeroEngine, bias_update: BiasUpdate):
+    def __init__(self, zero: ZeroEngine, bias_update: BiasUpdate | None = None):
         self.zero = zero
         self.bias_update = bias_update
         self.engine = zero.deepspeed_engine
@@ -76,7 +76,8 @@ class SteppedEngine:
         check_hooks(self.zero.model)
         if sync_gradients:
             self.zero.step()
-            self.bias_update.apply(self.zero)
+            if self.bias_update is not None:
+                self.bias_update.apply(self.zero)
 
     def get_global_grad_norm(self) -> Tensor | float:
         """Return the last step's norm before clipping.
@@ -97,8 +98,8 @@ class TensorParallelAccelerator(Accelerator):
         topology: Topology,
         clipping: float | None,
         on_engine: Callable[[ZeroEngine], None],
-        bias_update: BiasUpdate,
         param_groups: Sequence[ParamGroup] = (),
+        bias_update: BiasUpdate | None = None,
         **options: Any,
     ) -> None:
         """Take Accelerator's arguments.
@@ -106,9 +107,9 @@ class TensorParallelAccelerator(Accelerator):
         Args:
             clipping: the bound on the gradient norm, unless DeepSpeed's config has one.
             on_engine: called with each engine.
-            bias_update: of the model's routers.
             param_groups: of an optimizer that DeepSpeed's config names; by default it has one group
                 of all parameters, as under plain Trainer.
+            bias_update: of the model's routers; by default none.
 
         Raises:
             UserError: no ranks are connected.

@@ -213,7 +213,7 @@ class TensorParallel(Base):
         clipping = self.args.max_grad_norm
         on_engine = partial(setattr, self, "zero")
         self.accelerator = TensorParallelAccelerator(
-            self.topology, clipping, on_engine, self._bias_update, self._param_groups, **options
+            self.topology, clipping, on_engine, self._param_groups, self._bias_update, **options
         )
         # Trainer has stored the method of the accelerator that was just replaced.
         self.gather_function = self.accelerator.gather_for_metrics
