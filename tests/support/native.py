@@ -82,7 +82,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def gradients_to_ours(config: PretrainedConfig, reference: Any) -> dict[str, Tensor]:
-    """The gradients of a Hugging Face model under our names. Each weight has one but the buffers."""
+    """The gradients of a Hugging Face model under our names. Buffers have none."""
     theirs = file_tensors(weights_of(config), gradients(reference))
     buffers = {name for name, _ in reference.named_buffers()}
     weights = [weight for weight in weights_of(config) if not buffers & set(weight.names)]
