@@ -103,6 +103,9 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     if "n_routed_experts" in declared:
         fields |= _grouped_expert_fields(draw, sizes["layers"])
         fields |= _choices(draw, {name: BOOLEAN for name in ("use_qk_norm",) if name in declared})
+    elif "moe_k" in declared:
+        del fields["use_bias"]  # refused
+        fields |= _biased_expert_fields(draw, sizes["layers"])
     elif "num_experts_per_tok" in declared:
         fields |= _expert_fields(draw, model_type, declared, sizes["layers"])
     if "num_key_value_heads" in declared:
@@ -208,6 +211,24 @@ def _grouped_expert_fields(draw: st.DrawFn, layers: int) -> dict[str, Any]:
     }
 
 
+def _biased_expert_fields(draw: st.DrawFn, layers: int) -> dict[str, Any]:
+    """ERNIE's; at least one layer has experts."""
+    count = draw(st.integers(1, 9), label="experts")
+    interval = draw(st.integers(1, layers), label="interval")
+    first = draw(st.integers(0, layers // interval * interval - 1), label="first layer of experts")
+    return {
+        "moe_num_experts": count,
+        "moe_k": draw(st.integers(1, count), label="experts a token"),
+        "moe_num_shared_experts": draw(st.integers(0, 2), label="shared experts"),
+        "moe_intermediate_size": 4 * draw(st.integers(1, 8), label="width of an expert"),
+        "moe_layer_interval": interval,
+        "moe_layer_start_index": first,
+        "moe_norm_min": draw(st.sampled_from([1e-12, 0.9]), label="smallest sum"),
+        "output_router_logits": draw(st.booleans(), label="balanced"),
+        "router_aux_loss_coef": 0.3,
+    }
+
+
 def without_router_logits(model_type: str) -> dict[str, Any]:
     """A field for generation: with a static cache transformers' classes with experts fail if
     they return these.
@@ -268,12 +289,15 @@ def chooses_by_rounding(model: Any, tokens: torch.Tensor) -> bool:
     biased = [gate for gate in model.modules() if hasattr(gate, "e_score_correction_bias")]
     if biased:
         pairs = zip(biased, routers or (), strict=True)
-        return min(biased_margin(gate, logits) for gate, logits in pairs) <= MARGIN
+        return min(biased_margin(model, gate, logits) for gate, logits in pairs) <= MARGIN
     return min(margin(logits, model.config.num_experts_per_tok) for logits in routers) <= MARGIN
 
 
-def biased_margin(gate: Any, logits: torch.Tensor) -> float:
+def biased_margin(model: Any, gate: Any, logits: torch.Tensor) -> float:
     """`margin` of the choice of groups, and of experts in them."""
+    if not hasattr(gate, "num_group"):  # ERNIE's probabilities, and their bias
+        (count,) = {module.top_k for module in model.modules() if hasattr(module, "norm_min")}
+        return margin(logits.softmax(-1) + gate.e_score_correction_bias, count)
     corrected = logits.sigmoid() + gate.e_score_correction_bias
     by_group = corrected.unflatten(-1, (gate.num_group, -1))
     scores = by_group.topk(2, -1).values.sum(-1)

@@ -78,14 +78,17 @@ def native_tensors(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: gradient_of(parameter) for name, parameter in model.named_parameters()}
+    """Of every parameter that is trained: transformers freezes some routers' biases."""
+    named = model.named_parameters()
+    return {name: gradient_of(weight) for name, weight in named if weight.requires_grad}
 
 
 def gradients_to_ours(config: PretrainedConfig, reference: Any) -> dict[str, Tensor]:
-    """The gradients of a Hugging Face model under our names. Buffers have none."""
+    """The gradients of a Hugging Face model under our names. Routers' biases have none."""
     theirs = file_tensors(weights_of(config), gradients(reference))
-    buffers = {name for name, _ in reference.named_buffers()}
-    weights = [weight for weight in weights_of(config) if not buffers & set(weight.names)]
+    weights = [
+        weight for weight in weights_of(config) if not weight.our_name.endswith("correction_bias")
+    ]
     assert {name for weight in weights for name in weight.names} == theirs.keys()
     return {weight.our_name: weight.from_hf(theirs) for weight in weights}
 

@@ -29,6 +29,9 @@ SIZES = {
         "n_routed_experts": 2,
         "n_shared_experts": 1,
         "first_k_dense_replace": 0,
+        "moe_num_experts": 2,
+        "moe_k": 1,
+        "moe_layer_start_index": 0,
     },
 }
 
@@ -74,6 +77,12 @@ GENERAL_SIZES: dict[str, Any] = {
     "n_group": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    "moe_num_experts": 5,
+    "moe_k": 2,
+    "moe_num_shared_experts": 1,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": 2,
+    "moe_norm_min": 0.9,
     "clip_qkv": 2.0,
     "max_position_embeddings": 32,
     "use_sliding_window": True,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -114,18 +114,21 @@ class CorrectedRouter(Router):
     dtype, because bf16 has steps of 2^-8 near 1, and an update is 0.001.
 
     Attributes:
-        correction_bias: a part of the weights, fp32 [E].
+        correction_bias: a part of the weights, fp32 [E] or [1, E].
         choices: the number of tokens that chose each expert since the last update, int64 [E].
     """
 
     correction_bias: Tensor
     choices: Tensor
+    bias_dimensions: ClassVar[int] = 1
+    """Of the bias in transformers' class; all but the last have one element."""
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
         super().__init__(make, spec)
         count = self.experts.count
+        shape = (1,) * (self.bias_dimensions - 1) + (count,)
         self.register_buffer(
-            "correction_bias", make.buffer("correction_bias", (count,), ConstantInit(0.0))
+            "correction_bias", make.buffer("correction_bias", shape, ConstantInit(0.0))
         )
         choices = torch.zeros(count, dtype=torch.int64, device=make.device)
         self.register_buffer("choices", choices, persistent=False)
@@ -197,7 +200,34 @@ class SigmoidRouter(CorrectedRouter):
         return weights * self.experts.scale
 
 
-ROUTERS: dict[str, type[Router]] = {"softmax": SoftmaxRouter, "sigmoid": SigmoidRouter}
+class BiasedSoftmaxRouter(CorrectedRouter):
+    """ERNIE 4.5's router: probabilities, and a bias for the choice.
+
+    Its weights always sum to 1 before they are rounded to the activations' dtype, unless their sum
+    is below `smallest_sum`.
+    """
+
+    bias_dimensions = 2
+
+    def forward(
+        self, tensor: Tensor, context: ForwardContext, *, group: Group
+    ) -> tuple[Tensor, Tensor]:
+        weights, chosen = super().forward(tensor, context, group=group)
+        return weights.to(tensor.dtype).float(), chosen
+
+    def scores(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1, dtype=torch.float32)
+
+    def weigh(self, chosen_scores: Tensor) -> Tensor:
+        total = chosen_scores.sum(-1, keepdim=True)
+        return chosen_scores / total.clamp(min=self.experts.smallest_sum)
+
+
+ROUTERS: dict[str, type[Router]] = {
+    "softmax": SoftmaxRouter,
+    "sigmoid": SigmoidRouter,
+    "biased_softmax": BiasedSoftmaxRouter,
+}
 """Name of a router in a spec → its class."""
 
 

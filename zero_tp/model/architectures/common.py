@@ -335,6 +335,7 @@ def expert_weights(
     linears: Mapping[str, tuple[str, ...]],
     shared: str,
     correction_bias: str,
+    native_correction_bias: str,
 ) -> Iterator[Weight]:
     """Yield the weights of routers and experts: files have one tensor an expert, transformers'
     classes stack them.
@@ -353,6 +354,9 @@ def expert_weights(
         yield Weight(
             f"{OUR_LAYER}mlp.router.correction_bias",
             f"{HF_LAYER}mlp.{correction_bias}",
+            native_name=f"{HF_LAYER}mlp.{native_correction_bias}"
+            if native_correction_bias
+            else None,
             dtype=torch.float32,
             layers=layers,
         )
@@ -387,6 +391,7 @@ def weights(
     linears: Mapping[str, tuple[str, ...]] = GATED_MLP,
     shared: str = "shared_expert",
     correction_bias: str = "",
+    native_correction_bias: str = "",
 ) -> tuple[Weight, ...]:
     """Return every parameter of a model of this spec.
 
@@ -398,6 +403,7 @@ def weights(
         linears: linear layers of one expert, our name → Hugging Face's.
         shared: name of the shared expert in a layer's MLP.
         correction_bias: name of the routers' bias in a layer's MLP; empty if they have none.
+        native_correction_bias: its name in the class, if that differs.
     """
     listed = [EMBEDDING]
     listed += attention_weights(spec) if attention is None else attention
@@ -410,7 +416,8 @@ def weights(
         )
     listed += [*norm_weights(spec, "transformer.final_norm", "model.norm"), HEAD]
     if spec.experts is not None:
-        listed += expert_weights(spec, block, linears, shared, correction_bias)
+        biases = (correction_bias, native_correction_bias)
+        listed += expert_weights(spec, block, linears, shared, *biases)
     return tuple(listed)
 
 

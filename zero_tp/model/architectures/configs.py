@@ -126,6 +126,7 @@ def _check_sizes(fields: dict[str, Any], aliases: dict[str, str]) -> None:
         "num_experts",
         "num_local_experts",
         "n_routed_experts",
+        "moe_num_experts",
     }
     collector = ErrorCollector()
     for name, value in fields.items():

@@ -64,6 +64,7 @@ class ExpertsSpec:
         groups, groups_per_token: the experts of a layer are in groups of equal size, and a token
             has experts of that many of them; 1 and 1: it chooses among all.
         scale: factor of the weights, after they are normalised.
+        smallest_sum: of a token's weights, by which the router "biased_softmax" divides them.
     """
 
     count: int
@@ -77,6 +78,7 @@ class ExpertsSpec:
     groups: int = 1
     groups_per_token: int = 1
     scale: float = 1.0
+    smallest_sum: float = 0.0
 
 
 @dataclass(frozen=True)
