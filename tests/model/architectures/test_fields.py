@@ -147,7 +147,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 # Used, but for what no output shows: the longest sequence, and how weights are drawn.
 # What a field does not fit to.
 OTHER_SIDE = (
-    "num_experts_per_tok|n_group|topk_group|rope_parameters|rotary_pct|"
+    "num_experts_per_tok|n_group|topk_group|moe_k|moe_layer_start_index|rope_parameters|rotary_pct|"
     "hidden_size|n_embd|num_key_value_heads"
 )
 NOT_IN_OUTPUT = ("max_position_embeddings", "initializer_range")
