@@ -35,7 +35,7 @@ class Weight:
         native_name: its name in transformers' class if files differ; `hf_name` is then the name in
             files. The class stacks experts as we do; files have one tensor for each.
         layers: numbers of the layers that have it; None: all.
-        dtype: in files, whatever the others have; None: theirs.
+        dtype: in files, of a weight that is a buffer in our model; None: that of all others.
     """
 
     our_name: str

@@ -37,6 +37,7 @@ from zero_tp.engine.settings.rules import notes
 from zero_tp.engine.zero.ops import check_nvme
 from zero_tp.engine.zero.stages import engine_of_stage
 from zero_tp.engine.zero.zero_engine import ZeroEngine
+from zero_tp.model.architectures import ARCHITECTURES, weights_of
 from zero_tp.parallel.layout import audit
 from zero_tp.parallel.topology import Topology
 
@@ -205,9 +206,16 @@ class TensorParallelAccelerator(Accelerator):
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse a model with frozen parameters: a checkpoint has optimizer states of all."""
+    """Refuse a model with frozen parameters: a checkpoint has optimizer states of all.
+
+    Routers' biases, which some of transformers' classes freeze, are no parameters here.
+    """
+    config: Any = getattr(model, "config", None)
+    is_known = getattr(config, "model_type", None) in ARCHITECTURES
+    weights = weights_of(config) if is_known else []
+    buffers = {weight.native_name for weight in weights if weight.dtype is not None}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and name not in buffers:
             raise UserError(
                 f"ZeroTPTrainer: {name} is frozen, and every parameter is trained here; set its "
                 "requires_grad to True, "
