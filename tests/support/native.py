@@ -87,7 +87,7 @@ def gradients_to_ours(config: PretrainedConfig, reference: Any) -> dict[str, Ten
     """The gradients of a Hugging Face model under our names. Routers' biases have none."""
     theirs = file_tensors(weights_of(config), gradients(reference))
     weights = [
-        weight for weight in weights_of(config) if not weight.our_name.endswith("correction_bias")
+        weight for weight in weights_of(config) if weight.is_parameter
     ]
     assert {name for weight in weights for name in weight.names} == theirs.keys()
     return {weight.our_name: weight.from_hf(theirs) for weight in weights}

@@ -52,6 +52,11 @@ class Weight:
     def names(self) -> tuple[str, ...]:
         return (self.hf_name,) if isinstance(self.hf_name, str) else self.hf_name
 
+    @property
+    def is_parameter(self) -> bool:
+        """Return whether our model trains it; a buffer has the same dtype in every run."""
+        return self.dtype is None
+
     def for_layer(self, number: int) -> Weight:
         hf_names = tuple(name.format(layer=number) for name in self.names)
         native_name = self.native_name and self.native_name.format(layer=number)

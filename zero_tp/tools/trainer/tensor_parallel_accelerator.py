@@ -213,7 +213,7 @@ def check_trainable(model: nn.Module) -> None:
     config: Any = getattr(model, "config", None)
     is_known = getattr(config, "model_type", None) in ARCHITECTURES
     weights = weights_of(config) if is_known else []
-    buffers = {weight.native_name for weight in weights if weight.dtype is not None}
+    buffers = {weight.native_name for weight in weights if not weight.is_parameter}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and name not in buffers:
             raise UserError(
