@@ -98,6 +98,8 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         for name, values in FACTORS.items()
         if name in declared
     }
+    if model_type == "gemma3_text":  # its class never applies it
+        factors["attn_logit_softcapping"] = None
     fields |= factors
     fields |= _choices(draw, {name: BOOLEAN for name in flags if name in declared})
     if "n_routed_experts" in declared:
@@ -128,8 +130,8 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         fields["no_rope_layers"] = draw(
             st.lists(st.integers(0, 1), min_size=sizes["layers"], max_size=sizes["layers"])
         )
-    if "residual_dropout" in declared:
-        fields["residual_dropout"] = 0.0
+    if model_type == "seed_oss":  # its class's are 0.1
+        fields |= {"residual_dropout": 0.0, "attention_dropout": 0.0}
     head_size = fields.get("head_dim", sizes["hidden"] // heads)
     if model_type in ("gpt_neox", "phi3", "glm4", "glm4_moe"):
         share = draw(
@@ -240,6 +242,11 @@ def without_router_logits(model_type: str) -> dict[str, Any]:
     )
 
 
+def model_type_is_eager(fields: dict[str, Any]) -> bool:
+    """Whether transformers computes the model only so: others leave soft caps out."""
+    return fields["model_type"] == "gemma2" or fields.get("attn_logit_softcapping") is not None
+
+
 MARGIN = 2e-6
 """Of the choice of experts, see `margin`: measured, rounding decided below 2e-7."""
 
@@ -262,8 +269,8 @@ def decoder(fields: dict[str, Any], seed: int, attention: str = "sdpa") -> Any:
     gradients in fp32 are nearer to those in fp64 than a comparison allows.
     """
     config = AutoConfig.for_model(**fields)
-    if fields.get("attn_logit_softcapping") is not None:
-        attention = "eager"  # transformers' others leave the cap out
+    if model_type_is_eager(fields):
+        attention = "eager"
     for candidate in range(seed, seed + 50):
         torch.manual_seed(candidate)
         model = AutoModelForCausalLM.from_config(

@@ -86,9 +86,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 def gradients_to_ours(config: PretrainedConfig, reference: Any) -> dict[str, Tensor]:
     """The gradients of a Hugging Face model under our names. Routers' biases have none."""
     theirs = file_tensors(weights_of(config), gradients(reference))
-    weights = [
-        weight for weight in weights_of(config) if weight.is_parameter
-    ]
+    weights = [weight for weight in weights_of(config) if weight.is_parameter]
     assert {name for weight in weights for name in weight.names} == theirs.keys()
     return {weight.our_name: weight.from_hf(theirs) for weight in weights}
 

@@ -273,7 +273,7 @@ class Attention(ElementwiseModule):
             spec.heads * spec.head_size,
             spec.hidden,
             bias=spec.output_bias,
-            init=Normal(spec.residual_std),
+            init=Normal(spec.attention_output_std or spec.residual_std),
         )
         self.query_norm: nn.Module = nn.Identity()
         self.key_norm: nn.Module = nn.Identity()

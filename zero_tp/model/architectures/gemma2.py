@@ -15,18 +15,17 @@ from zero_tp.model.architectures.fields import Fields
 from zero_tp.model.architectures.rotary import rotaries
 from zero_tp.model.architectures.spec import TransformerSpec
 
-READ = ("pad_token_id", "attention_bias")
-POSITIVE = ("query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
 
-
-def fields(**differences: Any) -> Fields:
+def fields(
+    *, positive: tuple[str, ...] = (), read: tuple[str, ...] = (), **differences: Any
+) -> Fields:
     """Return the fields that Gemma 2 and 3 have."""
     return common.fields(
         sizes=("num_key_value_heads", "head_dim", "sliding_window"),
-        positive=POSITIVE,
+        positive=("query_pre_attn_scalar", "final_logit_softcapping", *positive),
         activation="hidden_activation",
         choices={"layer_types": (common.FULL, common.SLIDING)},
-        read=READ,
+        read=("pad_token_id", "attention_bias", *read),
         **differences,
     )
 
@@ -52,6 +51,6 @@ def spec(config: PretrainedConfig, **differences: Any) -> TransformerSpec:
     )
 
 
-FIELDS = fields()
+FIELDS = fields(positive=("attn_logit_softcapping",))
 WEIGHTS = partial(common.weights, norms=common.SANDWICH_NORM_NAMES)
 ARCHITECTURE = common.architecture(FIELDS, spec, "Gemma2ForCausalLM", WEIGHTS)

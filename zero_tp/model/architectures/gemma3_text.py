@@ -8,6 +8,11 @@ from functools import partial
 
 from zero_tp.model.architectures import common, gemma2
 
-FIELDS = gemma2.fields(undeclared={"rope_local_base_freq": float})
+FIELDS = gemma2.fields(
+    read=("rope_local_base_freq",),
+    fixed={"attn_logit_softcapping": (None, "the class reads it and never applies it")},
+    irrelevant={"sliding_window_pattern": "layer_types decides"},
+    undeclared={"rope_local_base_freq": float},
+)
 SPEC = partial(gemma2.spec, query_key_norm="heads")
 ARCHITECTURE = common.architecture(FIELDS, SPEC, "Gemma3ForCausalLM", gemma2.WEIGHTS)

@@ -4,6 +4,7 @@ of each head of Q and K after the rotation, plain MLPs of relu², and a soft cap
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 from transformers import PretrainedConfig
@@ -31,6 +32,7 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
         embedding_norm=True,
         rotaries=rotaries(config, common.head_size_of(config), backwards=True),
         logit_cap=config.final_logit_softcapping,
+        attention_output_std=config.initializer_range / math.sqrt(2 * config.num_hidden_layers),
     )
 
 

@@ -50,7 +50,11 @@ ROPE_UNDECLARED: dict[str, Any] = {
 
 ROPE = ("rope_parameters", *ROPE_UNDECLARED)
 
+_LOCAL_BASE = "rope_local_base_freq"
+"""Gemma 3's older name of the sliding layers' rope_theta."""
+
 _LEGACY_ROPE_NAMES = {
+    _LOCAL_BASE: _LOCAL_BASE,
     "rope_theta": "rope_theta",
     "rotary_emb_base": "rope_theta",
     "partial_rotary_factor": "partial_rotary_factor",
@@ -66,8 +70,13 @@ def rotaries(config: PretrainedConfig, head_size: int, **options: Any) -> tuple[
     Args:
         options: see `rotary`.
     """
-    if not is_by_type(config.rope_parameters):
+    parameters = config.rope_parameters
+    if not is_by_type(parameters):
         return (rotary(config, head_size, **options),) * config.num_hidden_layers
+    for name, value in parameters.items():
+        if name not in config.layer_types and not isinstance(value, Mapping):
+            problem = f"{shown(value)} is refused: {config.model_type} has parameters for each type"
+            raise _rope_error(name, problem, f"give it in rope_parameters.{config.layer_types[0]}")
     by_type = {
         kind: _rotary_of_type(config, head_size, kind, options) for kind in set(config.layer_types)
     }
@@ -86,7 +95,7 @@ def _rotary_of_type(
 
 def is_by_type(parameters: Mapping[str, Any]) -> bool:
     """Return whether `rope_parameters` are nested: {type of layer: parameters}."""
-    return bool(parameters) and all(isinstance(value, Mapping) for value in parameters.values())
+    return "full_attention" in parameters or "sliding_attention" in parameters
 
 
 def rotary(
@@ -106,8 +115,8 @@ def rotary(
         backwards: turn by the negative angles.
         attributes: others of Rotary.
     """
-    given = config.rope_parameters
-    parameters = dict(given if layer_type is None else given[layer_type])
+    of_all = config.rope_parameters
+    parameters = dict(of_all if layer_type is None else of_all[layer_type])
     kind = _rope_type(parameters)
     _check_values(parameters, kind)
     rotary_dim = _rotary_dim(config, parameters, head_size, partial_rotary)
@@ -251,6 +260,8 @@ def _value_of(parameters: Mapping[str, Any], part: str) -> Any:
     """Return a value of `rope_parameters`; of nested ones that of layers with full attention,
     where the classes put a value of a file that is not nested.
     """
+    if part == _LOCAL_BASE:
+        return parameters["sliding_attention"].get("rope_theta")
     if is_by_type(parameters) and part not in parameters:
         return parameters["full_attention"].get(part)
     return parameters.get(part)

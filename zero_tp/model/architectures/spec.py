@@ -122,6 +122,7 @@ class TransformerSpec:
             look-up.
         init_std: standard deviation of initial weights.
         residual_std: that of the weights that end a residual branch.
+        attention_output_std: that of the attention's output projection; by default residual_std.
     """
 
     hidden: int
@@ -159,6 +160,7 @@ class TransformerSpec:
     logit_scale: float = 1.0
     embedding_scale: Callable[[torch.dtype], float] | None = None
     residual_scale: float = 1.0
+    attention_output_std: float | None = None
     causal: bool = True
     sentence_head: bool = False
     token_types: int = 0
