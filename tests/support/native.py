@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from zero_tp.model.architectures import architecture_of, file_tensors, native_cl
 from zero_tp.model.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.model.weights.export import live_entries
-from zero_tp.parallel.layout import stored_tensors
+from zero_tp.parallel.layout import stored_buffers, stored_tensors
 from zero_tp.parallel.topology import Topology
 
 
@@ -30,7 +31,10 @@ def to_ours(config: PretrainedConfig, theirs: Mapping[str, Tensor]) -> dict[str,
 
 def to_theirs(config: PretrainedConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our whole parameters, or what belongs to each, under the names of Hugging Face's class."""
-    weights = weights_of(config)
+    # Gradients and states are of parameters alone.
+    weights = [
+        weight for weight in weights_of(config) if weight.is_parameter or weight.our_name in ours
+    ]
     stacked = {
         weight.native_name: ours[weight.our_name]
         for weight in weights
@@ -59,6 +63,14 @@ def perturbed(model: Any, scale: float = 0.1) -> Any:
 def correction_biases(model: Any) -> list[tuple[str, Tensor]]:
     """The weights of a transformers model that are buffers, by name."""
     return [pair for pair in model.named_buffers() if pair[0].endswith("correction_bias")]
+
+
+@torch.no_grad()
+def draw_biases(model: ParallelModel) -> None:
+    """Give the biases of routers values: zeros, as they are drawn, would hide errors."""
+    for name, bias in stored_buffers(model):
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        bias.copy_(0.1 * torch.randn(bias.shape, generator=generator))
 
 
 def our_class(config: PretrainedConfig) -> Any:
