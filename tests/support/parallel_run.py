@@ -147,5 +147,6 @@ def stale_weights(engine: Any, masters: dict[str, Tensor]) -> list[str]:
     return [
         name
         for name, tensor in native_tensors(engine.model)
-        if not torch.equal(tensor.cpu(), stored[name].to(tensor.dtype))
+        # Buffers have no masters.
+        if name in stored and not torch.equal(tensor.cpu(), stored[name].to(tensor.dtype))
     ]
