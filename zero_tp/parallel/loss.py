@@ -103,7 +103,8 @@ class LogitMap(NamedTuple):
         """Return the derivative, from the mapped logits in fp32."""
         if self.cap is None:
             return self.scale
-        return (1.0 - (mapped / self.cap).square()) * self.scale
+        # Rows without a token have the smallest number (`_mask_padding_`), far below the cap.
+        return (1.0 - (mapped / self.cap).clamp(-1.0, 1.0).square()) * self.scale
 
 
 def _map_(logits: Tensor, logit_map: LogitMap) -> None:
