@@ -124,6 +124,7 @@ def _build_engine(
         recompute=block.recompute_policy,
         spike=block.training.spike,
         param_groups=block.param_groups,
+        router_bias_update_rate=block.training.router_bias_update_rate,
         compiled=block.compile,
     )
 
