@@ -287,19 +287,6 @@ def _models() -> Iterator[str]:
         of_decoder = of_decoders if architecture.causal else []
         own = [line for line in lines[name] if line not in of_decoder]
         yield "\n".join((f"`{name}` ({architecture.native_class}){':' if own else ''}", "", *own))
-
-
-def _field_lines(fields: Fields) -> list[str]:
-    """Return a line for the choices, and for each fixed field and reason to ignore fields."""
-    lines = [
-        f"- `{field}` is one of {_listed(options)}" for field, options in fields.choices.items()
-    ]
-    lines += _fixed(fields.fixed)
-    for reason in dict.fromkeys(fields.irrelevant.values()):
-        ignored = [field for field, why in fields.irrelevant.items() if why == reason]
-        lines.append(f"- {_listed(ignored)}: accepted, {reason}")
-    return lines
-
     yield (
         f"`rope_parameters.rope_type` is one of {_listed(ROPE_KEYS)}; a key that the type does not "
         "read is refused."
@@ -327,6 +314,18 @@ def _field_lines(fields: Fields) -> list[str]:
         f"{_listed(name for name in IRRELEVANT_IN_EVERY_CONFIG)}; so may what `GenerationConfig` "
         "declares."
     )
+
+
+def _field_lines(fields: Fields) -> list[str]:
+    """Return a line for the choices, and for each fixed field and reason to ignore fields."""
+    lines = [
+        f"- `{field}` is one of {_listed(options)}" for field, options in fields.choices.items()
+    ]
+    lines += _fixed(fields.fixed)
+    for reason in dict.fromkeys(fields.irrelevant.values()):
+        ignored = [field for field, why in fields.irrelevant.items() if why == reason]
+        lines.append(f"- {_listed(ignored)}: accepted, {reason}")
+    return lines
 
 
 def _fixed(fields: Mapping[str, tuple[Any, str]]) -> Iterator[str]:

@@ -83,7 +83,7 @@ def same_as_native(written: dict[str, Any], seed: int) -> None:
     config = config_from_block(written)
     spec = architecture_of(config).spec(config)
     # The last kind of layer that rotates.
-    number, rotary = [each for each in enumerate(spec.rotaries) if each[1] is not None][-1]
+    number, rotary = [(place, one) for place, one in enumerate(spec.rotaries) if one][-1]
     draw = random.Random(seed)
     own = CONFIG_MAPPING[written["model_type"]](
         **{name: value for name, value in written.items() if name != "model_type"}

@@ -125,9 +125,11 @@ def test_blocks_of_the_loss_that_differ_stand_for_all(
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 96])
 def test_few_layers_represent_many(layers: int) -> None:
-    assert len(representative_layers([LayerKind(None, "mlp", False)] * layers)) == min(layers, 3)
+    assert len(representative_layers([LayerKind(None, None, "mlp", False)] * layers)) == min(
+        layers, 3
+    )
     alternating = [
-        LayerKind(32 if number % 2 else None, "mlp", number < 5) for number in range(layers)
+        LayerKind(32 if number % 2 else None, None, "mlp", number < 5) for number in range(layers)
     ]
     few = representative_layers(alternating)
     assert set(layer_contexts(few)) == set(layer_contexts(alternating))
