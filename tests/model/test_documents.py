@@ -26,6 +26,7 @@ from tests.support.packed_documents import (
     token_losses_apart,
 )
 from tests.support.pools import Pools
+from tests.support.tiny_configs import general_fields
 from tests.tiers import in_tiers
 from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.base.errors import UserError
@@ -163,6 +164,23 @@ def test_packed_documents_equal_documents_apart(
     else:
         compared = ranks(world).run(on_a_grid, world, sequence, kind, attention, lengths, draw)
     assert compared == [WEIGHTS[kind]] * world
+
+
+NEWER = ["cohere2", "exaone4", "gemma2", "gemma3_text", "glm4", "nanochat", "olmo3", "smollm3"]
+
+
+@pytest.mark.parametrize("model_type", in_tiers(NEWER, ["gemma2", "olmo3"]))
+def test_packed_documents_of_other_parts(model_type: str, seed: int) -> None:
+    """Soft caps, layers of two types, several rotations or none."""
+    config = AutoConfig.for_model(**general_fields(model_type))
+    config._attn_implementation = "eager" if model_type == "gemma2" else "sdpa"
+    torch.manual_seed(seed)
+    reference = perturbed(AutoModelForCausalLM.from_config(config).eval())
+    tokens, documents = windows_of([5, 1, 1, 7, 2], seed)
+    total, count = token_losses_apart(reference, tokens, documents)
+    (total / count).backward()
+    model = parallel_model(reference, Topology(world=1)).train()
+    assert _equals(model, reference, tokens, documents, total, count) > 10
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
