@@ -23,6 +23,7 @@ from zero_tp.base.settings.schema import Parallel, Spike
 from zero_tp.data.batch import AnyBatch, Batch, as_batch
 from zero_tp.engine import guards
 from zero_tp.engine.param_groups import trainable_of
+from zero_tp.engine.qk_clip import QKClip
 from zero_tp.engine.settings.parse import check_settings
 from zero_tp.engine.settings.rule import EntryPoint
 from zero_tp.engine.zero.build_lock import report_build_locks
@@ -59,6 +60,7 @@ class TrainingEngine:
         recompute: which layers backward recomputes; by default none.
         spike: bounds on loss and gradient norm; by default none.
         param_groups: parameters with a weight decay or a factor of the rate of their own.
+        qk_clip_threshold, qk_clip_alpha: of QK-clip; None: none.
         compiled: run training's elementwise work in kernels that torch compiles; "auto": on CUDA.
 
     Attributes:
@@ -88,6 +90,8 @@ class TrainingEngine:
         recompute: RecomputePolicy | None = None,
         spike: Spike | None = None,
         param_groups: Sequence[ParamGroup] = (),
+        qk_clip_threshold: float | None = None,
+        qk_clip_alpha: float = 0.5,
         compiled: bool | Literal["auto"] = False,
     ):
         self.topology = topology
@@ -127,6 +131,9 @@ class TrainingEngine:
         # follows from the seeds and files alone.
         guards.check_replicas(self.model, topology)
         self.deepspeed_engine = self.zero.deepspeed_engine
+        self.qk_clip = None
+        if qk_clip_threshold is not None:
+            self.qk_clip = QKClip(self.zero, qk_clip_threshold, qk_clip_alpha)
         self._norm: Tensor | float = float("nan")
         self.skipped = False
         # The loss and the model's other figures, means over DP.
@@ -322,7 +329,8 @@ class TrainingEngine:
             with (
                 guards.check_expert_choices(self.model, self.topology, guarded or 0)
                 if guarding
-                else nullcontext()
+                else nullcontext(),
+                self.qk_clip.scores.recording() if self.qk_clip is not None else nullcontext(),
             ):
                 # Through DeepSpeed's engine: ZeRO-3 gathers parameters in hooks of its forward.
                 output = self._forward(self.deepspeed_engine, batch, **divisors)
@@ -346,6 +354,8 @@ class TrainingEngine:
         """Compute the norm, veto a spike, clip, and update the weights; `ZeroEngine.step` says
         who does what.
         """
+        if self.qk_clip is not None:
+            self.qk_clip.prepare()
         self.zero.step(self._figures)
         self._norm, self.skipped = self.zero.norm_and_skipped()
         if self.zero.veto.read_figures is not None:

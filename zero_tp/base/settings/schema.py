@@ -163,6 +163,15 @@ class Training(ConfigModel):
         description="Skip a step whose loss or gradient norm is far above those of the steps "
         "before.",
     )
+    qk_clip_threshold: float | None = Field(
+        None,
+        gt=0,
+        description="QK-clip: scale Q and K of heads whose largest attention score exceeds it: "
+        "[muon.md](muon.md#qk-clip).",
+    )
+    qk_clip_alpha: float = Field(
+        0.5, ge=0, le=1, description="The share of QK-clip's scale, as an exponent, that Q gets."
+    )
     timeout_minutes: Minutes | Timeouts = Field(
         30, description="Limit of one collective, in minutes; or of each phase without progress."
     )
