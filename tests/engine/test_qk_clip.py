@@ -67,6 +67,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 ADAMW: dict[str, Any] = {"lr": 4e-3, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
 ALPHA = 0.3
+OFFLOADED: dict[str, Any] = {"offload": {"device": "cpu"}}
 SKIPPED = 2
 
 
@@ -162,13 +163,16 @@ def engine_of(
 ) -> Any:
     config = copy.deepcopy(reference.config)
     config._attn_implementation = options.pop("attention", "sdpa")
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    if "offload" in options:
+        zero["offload_optimizer"] = options.pop("offload")
+        params = params | {"torch_adam": True}
     settings = {
         "train_micro_batch_size_per_gpu": ROWS // topology.data // 2,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.3,
         "optimizer": {"type": "AdamW" if "betas" in params else "Muon", "params": params},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **options.pop("settings", {}),
+        "zero_optimization": zero,
     }
     return TrainingEngine.from_dict(
         config,
@@ -267,9 +271,11 @@ def test_muon_with_qk_clip_equals_torchs(ranks: Pools, kind: str, tensor: int, s
 
 @THOROUGH
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("options", [{"attention": "eager"}, {"compiled": True}])
+@pytest.mark.parametrize("options", [{"attention": "eager"}, {"compiled": True}, OFFLOADED])
 def test_adamw_with_qk_clip_equals_torchs(
     ranks: Pools, stage: int, options: dict[str, Any]
 ) -> None:
+    if stage == 0 and options is OFFLOADED:
+        return
     found = ranks(4).run(compared, "qwen2", ADAMW, 2, False, stage, options)
     assert found == found[:1] * 4

@@ -23,7 +23,7 @@ from zero_tp.base.settings.schema import Parallel, Spike
 from zero_tp.data.batch import AnyBatch, Batch, as_batch
 from zero_tp.engine import guards
 from zero_tp.engine.param_groups import trainable_of
-from zero_tp.engine.qk_clip import QKClip
+from zero_tp.engine.qk_clip import QKClip, check_qk_clip
 from zero_tp.engine.settings.parse import check_settings
 from zero_tp.engine.settings.rule import EntryPoint
 from zero_tp.engine.zero.build_lock import report_build_locks
@@ -102,6 +102,8 @@ class TrainingEngine:
             raise UserError(
                 "TrainingEngine takes checked settings; for a dict use TrainingEngine.from_dict"
             )
+        if qk_clip_threshold is not None:
+            check_qk_clip(architecture_of(config).spec(config), settings)
         # Before the model is built: a missing directory or header is found at once.
         check_nvme(settings.zero_optimization.nvme_paths)
         self.zero = engine_of_stage(settings, topology)
@@ -207,6 +209,19 @@ class TrainingEngine:
         as for `loss`.
         """
         return dict(zip(self.model.metric_names, self._figures[1:].tolist(), strict=True))
+
+    @property
+    def attention_figures(self) -> dict[str, float | None]:
+        """Return the largest attention score of the last step, None if it is at most the
+        threshold, and the number of heads that the step clipped; without QK-clip nothing.
+        """
+        if self.qk_clip is None:
+            return {}
+        is_applied = not (self.skipped or self.spike)
+        return {
+            "max_attention_score": self.qk_clip.largest_score,
+            "clipped_heads": self.qk_clip.clipped_heads if is_applied else 0,
+        }
 
     @property
     def learning_rate(self) -> float:

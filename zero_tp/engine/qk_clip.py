@@ -19,32 +19,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_tp.base.errors import ConfigError
+from zero_tp.base.settings.deepspeed import DeepSpeedSettings
+from zero_tp.engine.settings.zero_rules import qk_clip_rules
 from zero_tp.engine.zero.fragments import Fragment
+from zero_tp.engine.zero.matrices import QKV
 from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.attention_scores import AttentionScores
 from zero_tp.parallel.layout import layout_of
 
-KEY = "zero_tp.training.qk_clip_threshold"
-QKV = ".attention.qkv."
 
-
-def check_qk_clip(spec: TransformerSpec) -> None:
-    """Check that scaling the rows of Q and K scales a model's scores.
+def check_qk_clip(spec: TransformerSpec, settings: DeepSpeedSettings) -> None:
+    """Check that QK-clip is exact for this model and these settings.
 
     Raises:
-        ConfigError: says why it does not.
+        ConfigError: says why it is not.
     """
-    problem = ""
-    if spec.query_key_norm != "none":
-        problem = "this model norms Q and K, which undoes a scale of their weights"
-    elif spec.clip is not None:
-        problem = "this model limits Q and K (clip_qkv), so scores do not follow their weights"
-    elif not spec.causal:
-        problem = "an encoder's rows are padded, and scores of padding would count"
-    if problem:
-        raise ConfigError(KEY, problem, "leave it out")
+    spec.check_qk_clip()
+    for rule in qk_clip_rules(settings, is_used=True):
+        if rule.applies:
+            raise rule.error
 
 
 @dataclass(frozen=True)
@@ -81,21 +75,17 @@ class QKClip:
     """Record scores in training's forwards, and scale Q and K in the update.
 
     Args:
-        zero: initialised; its optimizer calls `_scale`.
+        zero: initialised, of a model that passes `check_qk_clip`; its optimizer calls `_scale`.
         threshold: τ. alpha: α.
 
     Attributes:
         clipped_heads: heads whose group was scaled in the last step.
         largest_score: of the last step, if it exceeded the threshold; else None.
-
-    Raises:
-        ConfigError: of `check_qk_clip`.
     """
 
     def __init__(self, zero: ZeroEngine, threshold: float, alpha: float):
         model = zero.model
         spec = model.spec
-        check_qk_clip(spec)
         self._topology = model.topology
         self._threshold = threshold
         self._alpha = alpha
@@ -154,7 +144,7 @@ class QKClip:
         updated = {id(master) for master in masters}
         for rows in self._rows:
             if id(rows.fragment.flat) in updated:
-                rows.scale(self._tables[rows.layer])
+                rows.scale(self._tables[rows.layer].to(rows.fragment.flat.device))
         return True
 
 

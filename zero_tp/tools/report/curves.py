@@ -29,6 +29,8 @@ PANELS = {
     "peak memory of a rank [GiB]": {"memory_gib": ""},
     "loss scale": {"loss_scale": ""},
     "skipped steps": {"skipped_steps": ""},
+    "largest attention score": {"max_attention_score": ""},
+    "heads that QK-clip scales": {"clipped_heads": ""},
 }
 """Title → names in metrics.jsonl and their labels in the legend."""
 NOT_NOISY = ("learning_rate", "memory_gib", "loss_scale", "skipped_steps")
