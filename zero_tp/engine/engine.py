@@ -299,7 +299,8 @@ class TrainingEngine:
         divisors = self._mean_label_counts(batches)
         if guarded is not None and guard_gradients:
             self._check_reproducible(batches[0], divisors, guarded)
-        self._accumulate(batches, divisors, guarded)
+        with self.qk_clip.scores.recording() if self.qk_clip is not None else nullcontext():
+            self._accumulate(batches, divisors, guarded)
         guards.check_hooks(self.model)
         if guarded is not None:
             # Before the update, which would overwrite a damaged copy of a weight after its
@@ -344,8 +345,7 @@ class TrainingEngine:
             with (
                 guards.check_expert_choices(self.model, self.topology, guarded or 0)
                 if guarding
-                else nullcontext(),
-                self.qk_clip.scores.recording() if self.qk_clip is not None else nullcontext(),
+                else nullcontext()
             ):
                 # Through DeepSpeed's engine: ZeRO-3 gathers parameters in hooks of its forward.
                 output = self._forward(self.deepspeed_engine, batch, **divisors)

@@ -1,9 +1,13 @@
-"""The largest attention score of each head in training's forwards, where it exceeds a threshold.
+"""The largest attention score of each head in training, where it exceeds a threshold.
 
-A score is q·k/√d before the softmax, of a key that the query sees. ‖q‖·‖k‖/√d of the longest q
-and k bounds a head's scores, whatever the kernel, mask or window, and costs one pass over Q and
-K. A head whose bound is at most the threshold is done. Only the scores of the others are computed,
-in slices of fp32.
+A score is q·k/√d before the softmax, of a key that the query sees. Two bounds spare most products:
+
+- the log-sum-exp of a query's scores, which torch's fused kernels keep for their backward. It is at
+  most log s above the largest.
+- ‖q‖·‖k‖/√d of the longest query and key, one pass over Q and K, for any kernel.
+
+A head with a bound at most the threshold is done. Only the scores of the others are computed, in
+slices of fp32: half of a forward's attention again.
 
 s sequence, b batch, a heads, k KV heads, d head size, t TP size.
 """
@@ -24,14 +28,15 @@ from zero_tp.model.transformer import Transformer
 SLICE = 2**22
 """The most scores that are computed at once: 16 MiB."""
 SLACK = 1 + 1e-4
-"""The norms are rounded, so the bound is lifted by more than their error."""
+"""Bounds are rounded, so they are lifted by more than their error."""
 
 
 class AttentionScores:
-    """Record the largest score of this rank's heads in the forwards inside `recording()`.
+    """Record the largest score of this rank's heads in the steps inside `recording()`.
 
-    Forwards outside, such as an evaluation or a layer that backward recomputes, do not count. The
-    host waits for the device once a layer and micro-batch, for the bounds.
+    A core counts where it runs with a graph: of a layer that backward recomputes only the second
+    run, and no evaluation. The host waits for the device once a layer and micro-batch, for the
+    bounds.
 
     Args:
         transformer: a causal one.
@@ -53,11 +58,11 @@ class AttentionScores:
         for number, layer in enumerate(transformer.layers):
             core = layer.attention.core
             assert isinstance(core, nn.Module)
-            core.register_forward_pre_hook(partial(self._observe, number), with_kwargs=True)
+            core.register_forward_hook(partial(self._observe, number), with_kwargs=True)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the scores of the forwards inside."""
+        """Record the scores of the forwards and backwards inside."""
         self._is_recording = True
         try:
             yield
@@ -70,20 +75,28 @@ class AttentionScores:
         self.largest = torch.full_like(largest, -torch.inf)
         return largest
 
-    @torch.no_grad()
     def _observe(
-        self, number: int, _: nn.Module, tensors: tuple[Tensor, ...], options: dict[str, Any]
+        self,
+        number: int,
+        _: nn.Module,
+        tensors: tuple[Tensor, ...],
+        options: dict[str, Any],
+        attended: Tensor,
     ) -> None:
-        if not self._is_recording:
+        if not self._is_recording or not torch.is_grad_enabled():
             return
-        query, key = tensors[:2]
+        log_sums = log_sum_exps(attended)
+        query, key = (tensor.detach() for tensor in tensors[:2])
         mask: Tensor | VarlenMask | None = options["mask"]
         times = query.shape[1] // key.shape[1]
+        bound = norm_bounds(query, key, self._scale)
+        if log_sums is not None:
+            bound = torch.minimum(bound, log_sums)
         # Read on the host, because it decides which products are computed.
-        bounds = score_bounds(query, key, self._scale).tolist()
+        bounds = (bound * SLACK).tolist()
         for kv_head in range(key.shape[1]):
             group = range(kv_head * times, (kv_head + 1) * times)
-            heads = [head for head in group if bounds[head] > self._threshold]
+            heads = [head for head in group if not bounds[head] <= self._threshold]  # nan is not
             if heads:
                 scores = largest_scores(query[:, heads], key[:, kv_head], self._scale, mask)
                 scores = scores.masked_fill(scores <= self._threshold, -torch.inf)
@@ -91,8 +104,20 @@ class AttentionScores:
                 row[heads] = torch.maximum(row[heads], scores)
 
 
-def score_bounds(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Return a bound of each head's scores, fp32 [heads].
+def log_sum_exps(attended: Tensor) -> Tensor | None:
+    """Return each head's largest log-sum-exp of a query's visible scores, fp32 [heads], from the
+    node of the kernel that made `attended` [b, heads, s, d]; None if it keeps none.
+    """
+    for name in ("_saved_logsumexp", "_saved_log_sumexp"):
+        if hasattr(attended.grad_fn, name):
+            # [b, heads, s], on CUDA padded, or with a last dimension of 1.
+            saved: Tensor = getattr(attended.grad_fn, name)
+            return saved.flatten(2)[..., : attended.shape[2]].amax((0, 2))
+    return None
+
+
+def norm_bounds(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """Return ‖q‖·‖k‖·scale of each head's longest query and key, fp32 [heads].
 
     Args:
         query: [b, heads, s, d].
@@ -103,7 +128,7 @@ def score_bounds(query: Tensor, key: Tensor, scale: float) -> Tensor:
         for tensor in (query, key)
     ]
     keys = norms[1].repeat_interleave(query.shape[1] // key.shape[1], 1)
-    return (norms[0] * keys).amax(0) * (scale * SLACK)
+    return (norms[0] * keys).amax(0) * scale
 
 
 def largest_scores(
