@@ -9,23 +9,37 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from tests.support.compare import check_close, grid
 from tests.support.decoders import LENGTH, decoder
+from tests.support.mistakes import changed, written
 from tests.support.native import Native, native_tensors
+from tests.support.parallel_run import optimizer_tensors, stale_weights
 from tests.support.pools import Pools
+from tests.support.settings import fp16_supported, replica, rows
 from tests.support.torch_optimizers import PARAMS, ROWS, TorchOptimizers, batches
 from tests.tiers import THOROUGH, in_tiers
+from zero_tp.base.errors import ConfigError
+from zero_tp.base.settings.recompute import RecomputePolicy
+from zero_tp.base.settings.schema import ZeroTP
 from zero_tp.data.batch import Batch
 from zero_tp.engine.engine import TrainingEngine
 from zero_tp.model.architectures import architecture_of, file_tensors
 from zero_tp.parallel.layout import layout_of
+from zero_tp.parallel.topology import Topology
+from zero_tp.run.config import RunConfig
+from zero_tp.run.config.model_block import check_model
+from zero_tp.run.start import _build_engine
 
 HEADS = 12
 SIZES = {
@@ -67,7 +81,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 ADAMW: dict[str, Any] = {"lr": 4e-3, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
 ALPHA = 0.3
-OFFLOADED: dict[str, Any] = {"offload": {"device": "cpu"}}
 SKIPPED = 2
 
 
@@ -96,14 +109,14 @@ def query_and_key_rows(name: str, spec: Any) -> Iterator[tuple[slice | Tensor, i
     size, group = spec.head_size, spec.heads // spec.kv_heads
     is_key = "k_proj" in name
     for head in range(spec.kv_heads if is_key else spec.heads):
-        rows = slice(head * size, (head + 1) * size)
+        own = slice(head * size, (head + 1) * size)
         if "q_proj" in name or is_key:
-            yield rows, head if is_key else head // group, not is_key
+            yield own, head if is_key else head // group, not is_key
         elif "query_key_value" in name:  # Q, K and V of a head follow each other
             yield slice(3 * head * size, (3 * head + 1) * size), head, True
             yield slice((3 * head + 1) * size, (3 * head + 2) * size), head, False
         else:  # Q of all heads, then K of all
-            yield rows, head // group, True
+            yield own, head // group, True
     if "c_attn" in name or "qkv_proj" in name:
         for head in range(spec.kv_heads):
             start = (spec.heads + head) * size
@@ -122,9 +135,9 @@ def clip(leaves: dict[str, Any], largest: dict[int, Tensor], spec: Any, threshol
             is_qkv = any(part in name for part in ("q_proj", "k_proj", "qkv", "query_", "c_attn"))
             if str(number) not in parts[:4] or not is_qkv:
                 continue
-            rows = leaf.data.T if "c_attn" in name else leaf.data
+            matrix = leaf.data.T if "c_attn" in name else leaf.data
             for along, head, is_query in query_and_key_rows(name, spec):
-                rows[along] *= float(gamma[head] ** (ALPHA if is_query else 1 - ALPHA))
+                matrix[along] *= float(gamma[head] ** (ALPHA if is_query else 1 - ALPHA))
     return clipped
 
 
@@ -198,16 +211,16 @@ def compared(
     reference = decoder(KINDS[kind], 7, "eager")
     topology = grid(tensor, sequence)
     spec = architecture_of(reference.config).spec(reference.config)
-    rows = batches(KINDS[kind], 7)
+    steps = batches(KINDS[kind], 7)
     before: dict[int, Tensor] = {}
-    reference_step(copy.deepcopy(reference), pieces(rows[0], 2 * topology.data), before)
+    reference_step(copy.deepcopy(reference), pieces(steps[0], 2 * topology.data), before)
     # Between the largest scores of the groups, so that some are clipped.
     groups = [scores.view(spec.kv_heads, -1).amax(1) for scores in before.values()]
     threshold = float(torch.cat(groups).median())
     engine = engine_of(reference, topology, stage, params, threshold, **options)
     optimizers = TorchOptimizers(reference, params, 0.3)
     counts = []
-    for number, tokens in enumerate(rows):
+    for number, tokens in enumerate(steps):
         micro_batches = pieces(tokens, 2 * topology.data)
         own = micro_batches[2 * topology.data_rank : 2 * topology.data_rank + 2]
         is_skipped = number == SKIPPED
@@ -270,12 +283,105 @@ def test_muon_with_qk_clip_equals_torchs(ranks: Pools, kind: str, tensor: int, s
 
 
 @THOROUGH
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("options", [{"attention": "eager"}, {"compiled": True}, OFFLOADED])
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        (0, {"recompute": RecomputePolicy(mode="full")}),
+        (1, {"attention": "eager"}),
+        (1, {"compiled": True}),
+        (2, {"recompute": RecomputePolicy(mode="selective")}),
+        (2, {"offload": {"device": "cpu"}}),
+        (3, {"recompute": RecomputePolicy(mode="full")}),
+        (3, {"offload": {"device": "cpu"}}),
+    ],
+    ids=lambda value: value if isinstance(value, int) else next(iter(value)),
+)
 def test_adamw_with_qk_clip_equals_torchs(
     ranks: Pools, stage: int, options: dict[str, Any]
 ) -> None:
-    if stage == 0 and options is OFFLOADED:
-        return
     found = ranks(4).run(compared, "qwen2", ADAMW, 2, False, stage, options)
     assert found == found[:1] * 4
+
+
+def clipped_in_16_bit(stage: int, dtype: str) -> None:
+    """Masters are those of a run without QK-clip, Q and K scaled by head; weights are the masters
+    rounded.
+    """
+    masters = []
+    with fp16_supported():
+        for options in ({}, {"qk_clip_threshold": 1e-3, "qk_clip_alpha": ALPHA}):
+            engine = replica(stage, dtype, tensor=2, **options)
+            engine.train_step(rows(engine))
+            masters.append(optimizer_tensors(engine))
+        assert stale_weights(engine, masters[-1]) == []
+    assert engine.qk_clip.clipped_heads == 4
+    name = "transformer.h.0.attn.c_attn.weight"
+    query, key, value = (masters[1][name] / masters[0][name]).T.contiguous().chunk(3)
+    torch.testing.assert_close(value, torch.ones_like(value))
+    for head in range(4):
+        gamma = query.view(4, -1)[head].mean() ** (1 / ALPHA)
+        assert gamma < 0.5
+        for part, exponent in ((query, ALPHA), (key, 1 - ALPHA)):
+            scale = part.view(4, -1)[head]
+            torch.testing.assert_close(scale, (gamma**exponent).expand_as(scale))
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    in_tiers(
+        [
+            (stage, dtype)
+            for stage in range(4)
+            for dtype in ("bf16", "bf16_fp32_accumulation", "fp16")
+            if stage > 0 or dtype != "bf16_fp32_accumulation"
+        ],
+        [(1, "bf16")],
+    ),
+)
+def test_weights_are_the_scaled_masters_rounded(ranks: Pools, stage: int, dtype: str) -> None:
+    ranks(4).run(clipped_in_16_bit, stage, dtype)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"model_type": "qwen3"}, "this model norms Q and K, which undoes"),
+        ({"model_type": "olmoe"}, "this model norms Q and K"),
+        ({"model_type": "bert"}, "an encoder's rows are padded"),
+    ],
+)
+def test_models_whose_scores_do_not_follow_their_weights(
+    fields: dict[str, Any], problem: str
+) -> None:
+    """A run's file, and the engine before it builds."""
+    config = AutoConfig.for_model(**fields, num_hidden_layers=1)
+    expected = rf"^zero_tp\.training\.qk_clip_threshold: {problem}"
+    settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    with pytest.raises(ConfigError, match=expected):
+        TrainingEngine.from_dict(
+            config, Topology(world=1), settings, seed=1, qk_clip_threshold=100.0
+        )
+    masked = {"objective": "masked"} if fields["model_type"] == "bert" else {}
+    block = ZeroTP(
+        model={**fields, "num_hidden_layers": 1},
+        data={"train": "nowhere", "sequence_length": 8},
+        training={"steps": 1, "qk_clip_threshold": 100.0},
+        **masked,
+    )
+    with pytest.raises(ConfigError, match=expected):
+        check_model(block)
+
+
+def test_clipped_queries_are_refused() -> None:
+    spec = architecture_of(AutoConfig.for_model("llama")).spec(AutoConfig.for_model("llama"))
+    with pytest.raises(ConfigError, match="limits Q and K"):
+        replace(spec, clip=1.0).check_qk_clip()
+
+
+def test_a_run_passes_its_keys_to_the_engine(tmp_path: Path) -> None:
+    config = written(tmp_path, changed({"zero_tp.training.qk_clip_threshold": 50.0}))
+    inputs: Any = SimpleNamespace(config=RunConfig.load(config, world_size=4), model_config=None)
+    with patch("zero_tp.run.start.TrainingEngine") as engine:
+        _build_engine(inputs, Topology(world=1), torch.device("cpu"), None, None)
+    options = engine.call_args.kwargs
+    assert (options["qk_clip_threshold"], options["qk_clip_alpha"]) == (50.0, 0.5)
