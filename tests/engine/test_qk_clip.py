@@ -27,7 +27,7 @@ from tests.support.native import Native, native_tensors
 from tests.support.parallel_run import optimizer_tensors, stale_weights
 from tests.support.pools import Pools
 from tests.support.settings import fp16_supported, replica, rows
-from tests.support.torch_optimizers import PARAMS, ROWS, TorchOptimizers, batches
+from tests.support.torch_optimizers import ROWS, TorchOptimizers, batches
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.errors import ConfigError
 from zero_tp.base.settings.recompute import RecomputePolicy
@@ -79,6 +79,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "router_aux_loss_coef": 0.0,
     },
 }
+MUON: dict[str, Any] = {"lr": 1e-2, "adamw": {"lr": 4e-3, "betas": (0.8, 0.9), "eps": 1e-3}}
 ADAMW: dict[str, Any] = {"lr": 4e-3, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
 ALPHA = 0.3
 SKIPPED = 2
@@ -277,7 +278,7 @@ def check_moments(engine: Any, expected: dict[str, dict[str, Tensor]]) -> None:
     ),
 )
 def test_muon_with_qk_clip_equals_torchs(ranks: Pools, kind: str, tensor: int, stage: int) -> None:
-    found = ranks(4).run(compared, kind, PARAMS, tensor, tensor > 1, stage, {})
+    found = ranks(4).run(compared, kind, MUON, tensor, tensor > 1, stage, {})
     assert found == found[:1] * 4
     assert 0 < found[0][0] < 2 * HEADS
 

@@ -19,7 +19,6 @@ from zero_tp.engine.engine import TrainingEngine
 from zero_tp.model.architectures import architecture_of, file_tensors, weights_of
 
 STEPS, ROWS = 5, 8
-PARAMS: dict[str, Any] = {"lr": 1e-2, "adamw": {"lr": 4e-3, "betas": (0.8, 0.9), "eps": 1e-3}}
 BY_ADAMW = re.compile(
     r"(wte|wpe|embed_tokens|embed_in|embed_out|lm_head|mlp\.gate|block_sparse_moe\.gate"
     r"|shared_expert_gate)\.weight$"

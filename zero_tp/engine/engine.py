@@ -102,8 +102,7 @@ class TrainingEngine:
             raise UserError(
                 "TrainingEngine takes checked settings; for a dict use TrainingEngine.from_dict"
             )
-        if qk_clip_threshold is not None:
-            check_qk_clip(architecture_of(config).spec(config), settings)
+        check_qk_clip(qk_clip_threshold, config, settings)
         # Before the model is built: a missing directory or header is found at once.
         check_nvme(settings.zero_optimization.nvme_paths)
         self.zero = engine_of_stage(settings, topology)
@@ -119,9 +118,7 @@ class TrainingEngine:
         # A parameter without a layout ends the start here. Later only the norm of gradients or
         # drifting replicas would show it.
         audit(self.model, topology, local_shape)
-        policy = recompute or RecomputePolicy(mode="none")
-        checkpointing = settings.activation_checkpointing
-        self.activations = ActivationMemory(self.model, policy, checkpointing, self.device)
+        self.activations = self._activation_memory(settings, recompute)
         self.compiled = is_compiled(compiled, self.device)
         if self.compiled:
             compile_elementwise(self.model, self.device)
@@ -133,9 +130,7 @@ class TrainingEngine:
         # follows from the seeds and files alone.
         guards.check_replicas(self.model, topology)
         self.deepspeed_engine = self.zero.deepspeed_engine
-        self.qk_clip = None
-        if qk_clip_threshold is not None:
-            self.qk_clip = QKClip(self.zero, qk_clip_threshold, qk_clip_alpha)
+        self.qk_clip = QKClip.create(self.zero, qk_clip_threshold, qk_clip_alpha)
         self._norm: Tensor | float = float("nan")
         self.skipped = False
         # The loss and the model's other figures, means over DP.
@@ -145,6 +140,13 @@ class TrainingEngine:
         self.zero.veto = StepVeto(topology, spike)
         self.on_phase: Callable[[str], None] | None = None
         self.model.register_forward_pre_hook(lambda *_: self._enter("forward"))
+
+    def _activation_memory(
+        self, settings: DeepSpeedSettings, recompute: RecomputePolicy | None
+    ) -> ActivationMemory:
+        policy = recompute or RecomputePolicy(mode="none")
+        checkpointing = settings.activation_checkpointing
+        return ActivationMemory(self.model, policy, checkpointing, self.device)
 
     def _initialize_optimizer(
         self, settings: DeepSpeedSettings, param_groups: Sequence[ParamGroup]

@@ -18,24 +18,30 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.engine.settings.zero_rules import qk_clip_rules
 from zero_tp.engine.zero.fragments import Fragment
 from zero_tp.engine.zero.matrices import QKV
 from zero_tp.engine.zero.zero_engine import ZeroEngine
+from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.attention_scores import AttentionScores
 from zero_tp.parallel.layout import layout_of
 
 
-def check_qk_clip(spec: TransformerSpec, settings: DeepSpeedSettings) -> None:
-    """Check that QK-clip is exact for this model and these settings.
+def check_qk_clip(
+    threshold: float | None, config: PretrainedConfig, settings: DeepSpeedSettings
+) -> None:
+    """Check that QK-clip, if a threshold is set, is exact for this model and these settings.
 
     Raises:
         ConfigError: says why it is not.
     """
-    spec.check_qk_clip()
+    if threshold is None:
+        return
+    architecture_of(config).spec(config).check_qk_clip()
     for rule in qk_clip_rules(settings, is_used=True):
         if rule.applies:
             raise rule.error
@@ -98,6 +104,11 @@ class QKClip:
         self.clipped_heads = 0
         self.largest_score: float | None = None
         zero.on_update(self._scale)
+
+    @classmethod
+    def create(cls, zero: ZeroEngine, threshold: float | None, alpha: float) -> QKClip | None:
+        """Return QK-clip; None without a threshold."""
+        return None if threshold is None else cls(zero, threshold, alpha)
 
     def _scaled_rows(self, zero: ZeroEngine) -> list[ScaledRows]:
         topology = self._topology

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_tp.model.attention import AttentionCore
 from zero_tp.model.context import VarlenMask
 from zero_tp.model.transformer import Transformer
 
@@ -53,11 +54,10 @@ class AttentionScores:
         self._threshold = threshold
         self._scale = transformer.spec.head_size**-0.5
         self._is_recording = False
-        shape = (len(transformer.layers), heads)
+        shape = (transformer.spec.layers, heads)
         self.largest = torch.full(shape, -torch.inf, device=device)
-        for number, layer in enumerate(transformer.layers):
-            core = layer.attention.core
-            assert isinstance(core, nn.Module)
+        cores = [module for module in transformer.modules() if isinstance(module, AttentionCore)]
+        for number, core in enumerate(cores):
             core.register_forward_hook(partial(self._observe, number), with_kwargs=True)
 
     @contextmanager

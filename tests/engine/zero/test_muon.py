@@ -22,7 +22,6 @@ from tests.support.families import model_sizes
 from tests.support.native import native_tensors, to_ours
 from tests.support.pools import Pools
 from tests.support.torch_optimizers import (
-    PARAMS,
     TorchOptimizers,
     batches,
     engine_of,
@@ -33,6 +32,8 @@ from tests.tiers import THOROUGH, examples, in_tiers
 from zero_tp.engine.engine import TrainingEngine
 from zero_tp.model.architectures import file_tensors
 from zero_tp.parallel.layout import Replicated, layout_of
+
+PARAMS: dict[str, Any] = {"lr": 1e-2, "adamw": {"lr": 4e-3, "betas": (0.8, 0.9), "eps": 1e-3}}
 
 
 def compared(
