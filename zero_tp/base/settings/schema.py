@@ -263,6 +263,12 @@ class Logging(ConfigModel):
         description="Log the share of tokens that chose each expert, as `experts/layer_N/E`: "
         "[experts.md](experts.md).",
     )
+    update_norms: bool = Field(
+        False,
+        description="Log the norm of each optimizer group's update, as `update_norm/group_N` in "
+        "the order of `zero-tp check`. The update of a logged step then holds a copy of a rank's "
+        "masters.",
+    )
     trackers: Trackers = Field(
         {},
         description="accelerate's trackers, which receive the values of metrics.jsonl, as `[name, "
