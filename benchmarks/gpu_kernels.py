@@ -14,6 +14,7 @@ import re
 import types
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,8 @@ from torch import Tensor
 
 from zero_tp.engine.zero.adamw import adamw
 from zero_tp.model.mlp import _gated
-from zero_tp.model.norm import _gradients, _rms_norm, _rows_gradient, _weight_gradient
-from zero_tp.model.position import _rotate_back_and_join, _rotate_halves_
+from zero_tp.model.norm import Scaling, _gradients, _rms_norm, _rows_gradient, _weight_gradient
+from zero_tp.model.position import _rotate_back_and_join, _rotate_pairs_
 
 TOKENS = 16_384
 HIDDEN = 2048
@@ -194,18 +195,22 @@ def lower(
 
 
 def rms_forward(rows: Tensor, weight: Tensor) -> Any:
-    return _rms_norm(rows, weight, EPSILON)
+    return _rms_norm(rows, weight, EPSILON, Scaling)
+
+
+def scaled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(function, scaling=Scaling)
 
 
 def rms_backward_of_residual(
     gradient: Tensor, residual: Tensor, rows: Tensor, scale: Tensor, weight: Tensor
 ) -> Any:
-    rows_gradient, weight_gradient = _gradients(gradient, rows, scale, weight)
+    rows_gradient, weight_gradient = _gradients(gradient, rows, scale, weight, Scaling)
     return residual + rows_gradient, weight_gradient
 
 
 def sum_and_rms_forward(rows: Tensor, other: Tensor, weight: Tensor) -> Any:
-    return (rows + other, *_rms_norm(rows + other, weight, EPSILON))
+    return (rows + other, *_rms_norm(rows + other, weight, EPSILON, Scaling))
 
 
 def swiglu_forward(intermediate: Tensor) -> Tensor:
@@ -228,9 +233,9 @@ def main() -> None:
     unit = TOKENS * HIDDEN * 2
     backward = (rows, rows, scale, weight)
     lower("rms forward", rms_forward, [rows, weight], unit)
-    lower("rms weight gradient", _weight_gradient, [rows, rows, scale], unit)
-    lower("rms rows gradient", _rows_gradient, backward, unit)
-    lower("rms backward as one function", _gradients, backward, unit)
+    lower("rms weight gradient", scaled(_weight_gradient), [rows, rows, scale], unit)
+    lower("rms rows gradient", scaled(_rows_gradient), backward, unit)
+    lower("rms backward as one function", scaled(_gradients), backward, unit)
     lower("the same + residual's gradient", rms_backward_of_residual, (rows, *backward), unit)
     lower("sum + rms forward", sum_and_rms_forward, [rows, rows, weight], unit)
     lower("swiglu forward", swiglu_forward, [intermediate], TOKENS * WIDTH * 2)
@@ -239,10 +244,10 @@ def main() -> None:
         (TOKENS, 1, heads, HEAD_SIZE // 2), rows.dtype, (3 * HIDDEN, 3 * HIDDEN, HEAD_SIZE, 1)
     )
     table = Input((TOKENS, 1, 1, HEAD_SIZE // 2), rows.dtype)
-    lower("rotation of Q and K", _rotate_halves_, [half] * 4 + [table] * 2, unit)
+    lower("rotation of Q and K", _rotate_pairs_, [half] * 4 + [table] * 2, unit)
     head = Input((TOKENS, 1, heads, HEAD_SIZE), rows.dtype)
-    table = Input((TOKENS, 1, 1, HEAD_SIZE), rows.dtype)
-    lower("its backward, joined", _rotate_back_and_join, [head] * 3 + [table] * 2, unit)
+    back = partial(_rotate_back_and_join, neighbours=False)
+    lower("its backward, joined", back, [head] * 3 + [table] * 2, unit)
     numel = HIDDEN * WIDTH
     narrow = Input((numel,), torch.bfloat16)
     wide = Input((numel,), torch.float32)

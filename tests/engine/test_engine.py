@@ -207,7 +207,7 @@ def frequencies_of_an_engine() -> list[Tensor]:
     )
     engine.train_step([(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))])
     specs: tuple[Any, ...] = (engine.model.spec, architecture_of(config).spec(config))
-    return [spec.rotary.frequencies(4, torch.device("cpu"))[0] for spec in specs]
+    return [spec.rotaries[0].frequencies(4, torch.device("cpu"))[0] for spec in specs]
 
 
 def test_rotary_frequencies_are_not_rounded_to_the_models_dtype(ranks: Pools) -> None:

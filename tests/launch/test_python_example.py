@@ -16,7 +16,7 @@ from tests.support.launched import ROOT, free_port, launch, run
 EXAMPLES = ROOT / "examples"
 PAGES = {
     "python.md": ["tiny_llama.py", "stop_early.py", "tune.py", "ds.json"],
-    "architecture.md": ["offset_rms_norm.py"],
+    "architecture.md": ["layer_norm_1p.py"],
 }
 """Page → the examples that it shows; tests/model/test_new_part.py runs that of architecture.md."""
 TUNE = (EXAMPLES / "tune.py").read_text()

@@ -24,7 +24,7 @@ from zero_tp.parallel.topology import Topology
 from zero_tp.run.config import RunConfig
 
 
-@pytest.mark.parametrize("attention", [None, *CORES])
+@pytest.mark.parametrize("attention", [None, "sdpa", "eager"])
 def test_the_model_has_the_attention_of_the_file_or_sdpa(
     attention: str | None, tmp_path: Path
 ) -> None:

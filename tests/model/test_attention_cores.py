@@ -36,7 +36,9 @@ def test_output_and_gradients(
     name: str, padding: str, dtype: torch.dtype, allowed: float, seed: int
 ) -> None:
     config = GPT2Config(n_embd=HEADS * SIZE, n_head=HEADS, attn_pdrop=0.0)
-    spec = replace(architecture_of(config).spec(config), attention=name)  # type: ignore[arg-type]
+    cap = 2.0 if name == "soft_cap" else None
+    spec = architecture_of(config).spec(config)
+    spec = replace(spec, attention=name, score_cap=cap)  # type: ignore[arg-type]
     core = CORES[name](spec, RandomStreams(Topology(world=1), 0))
     torch.manual_seed(seed)
     tokens = None
@@ -64,8 +66,9 @@ def test_output_and_gradients(
     hidden = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(
         ~visible, torch.finfo(dtype).min
     )
-    weights = (query @ key.transpose(-2, -1) / SIZE**0.5 + hidden).softmax(-1)
-    expected = (weights if name == "eager" else weights * visible.any(-1, keepdim=True)) @ value
+    scores = query @ key.transpose(-2, -1) / SIZE**0.5
+    weights = ((cap * torch.tanh(scores / cap) if cap else scores) + hidden).softmax(-1)
+    expected = (weights if spec.stores_scores else weights * visible.any(-1, keepdim=True)) @ value
     expected.backward(upstream.double())
     assert output.dtype == dtype
     assert distance(output.detach(), expected.detach()) < allowed
@@ -158,7 +161,7 @@ def test_the_gradients_of_the_heads_are_copied_once_at_most(kv_heads: int) -> No
     )
     model: Any = ZeroTPForCausalLM(config, Topology(world=1), seed=0)
     heads = model.transformer.layers[0].attention.qkv(
-        torch.randn(6, 2, 32, requires_grad=True), sequence=False, cos_sin=None, ops=CHUNKED
+        torch.randn(6, 2, 32, requires_grad=True), sequence=False, rotation=None, ops=CHUNKED
     )
     gradients = [torch.randn(6, 2, each.shape[1], 8).permute(1, 2, 0, 3) for each in heads]
     with Copies() as copies:

@@ -19,10 +19,17 @@ from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.model.mlp import _gated, _gated_gradient
-from zero_tp.model.norm import _rms_norm, _rows_gradient, _weight_gradient
-from zero_tp.model.position import _rotate_back_and_join, _rotate_halves_
+from zero_tp.model.norm import (
+    OffsetScaling,
+    Scaling,
+    WideScaling,
+    _rms_norm,
+    _rows_gradient,
+    _weight_gradient,
+)
+from zero_tp.model.position import _rotate_back_and_join, _rotate_pairs_
 from zero_tp.parallel import elementwise
-from zero_tp.parallel.loss import _max_and_sum_exp, _to_probabilities_
+from zero_tp.parallel.loss import LogitMap, _max_and_sum_exp, _to_probabilities_
 from zero_tp.parallel.topology import Topology
 
 STEPS, BATCH, SEQUENCE = 3, 8, 16
@@ -148,21 +155,31 @@ def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor],
     scale, wide = torch.rand(37, 1), torch.randn(37, 48).to(dtype)
     halves = torch.randn(2, 37, 2, 3, 3).to(dtype).unbind()
     heads = torch.randn(3, 37, 2, 3, 8).to(dtype).unbind()
-    angles = torch.randn(2, 37, 1, 1, 6).to(dtype).unbind()
+    angles = torch.randn(2, 37, 1, 1, 3).to(dtype).unbind()
     logits, maximum, factor = torch.randn(37, 24).to(dtype), torch.rand(37), torch.rand(37)
     torch.set_default_device("cpu")
     gelu = partial(F.gelu, approximate="tanh")
     return {
-        "norm": (_rms_norm, [rows], [weight, 1e-5]),
-        "norm's weight": (_weight_gradient, [gradient, rows, scale], []),
-        "norm's rows": (_rows_gradient, [gradient, rows, scale], [weight]),
+        **{
+            f"{scaling.__name__} {name}": (function, tensors, [*others, scaling])
+            for scaling in (Scaling, WideScaling, OffsetScaling)
+            for name, function, tensors, others in (
+                ("norm", _rms_norm, [rows], [weight, 1e-5]),
+                ("norm's weight", _weight_gradient, [gradient, rows, scale], []),
+                ("norm's rows", _rows_gradient, [gradient, rows, scale], [weight]),
+            )
+        },
+        "norm without a weight": (_rms_norm, [rows], [None, 1e-5, Scaling]),
+        "its rows": (_rows_gradient, [gradient, rows, scale], [None, Scaling]),
         "gate": (_gated, [wide], [F.silu]),
         "gate's gradient": (_gated_gradient, [wide, gradient], [F.silu]),
         "another gate's": (_gated_gradient, [wide, gradient], [gelu]),
-        "rotation": (_rotate_halves_, [*halves, *(part[..., :3] for part in angles)], []),
-        "rotation back": (_rotate_back_and_join, [*heads, *angles], []),
+        "rotation": (_rotate_pairs_, [*halves, *angles], []),
+        "rotation back": (_rotate_back_and_join, [*heads, *angles], [False]),
+        "neighbours back": (_rotate_back_and_join, [*heads, *angles], [True]),
         "softmax": (_max_and_sum_exp, [logits], [21]),
-        "probabilities": (_to_probabilities_, [logits, maximum, factor], [21]),
+        "probabilities": (_to_probabilities_, [logits, maximum, factor], [21, LogitMap()]),
+        "capped": (_to_probabilities_, [logits, maximum, factor], [21, LogitMap(0.5, 3.0)]),
     }
 
 
@@ -252,7 +269,7 @@ def test_halves_of_one_tensor_rotate_in_place(monkeypatch: pytest.MonkeyPatch) -
         heads = torch.randn(count, 2, 3, 8)
         cosine, sine = torch.randn(2, count, 1, 1, 4).unbind()
         first, second = heads.clone().chunk(2, -1)
-        elementwise.COMPILED.map_rows(_rotate_halves_, (*heads.chunk(2, -1), cosine, sine))
+        elementwise.COMPILED.map_rows(_rotate_pairs_, (*heads.chunk(2, -1), cosine, sine))
         rotated = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
         torch.testing.assert_close(heads, rotated)
     elementwise._compiled.cache_clear()

@@ -1,4 +1,4 @@
-"""The part of examples/offset_rms_norm.py computes what transformers' class does, on whole rows and
+"""The part of examples/layer_norm_1p.py computes what transformers' class does, on whole rows and
 on shards.
 
 Every layer, also a new one, names for recomputation the modules that its norms feed.
@@ -29,13 +29,13 @@ LENGTH, BATCH, HIDDEN, EPSILON = 4, 3, 8, 1e-6
 
 def results(sequence: bool) -> dict[str, Tensor]:
     """Return output, and gradients of input and weight, whole."""
-    code = (ROOT / "examples" / "offset_rms_norm.py").read_text()
+    code = (ROOT / "examples" / "layer_norm_1p.py").read_text()
     with patch.dict(NORMS):
         exec(code, {})
         topology = grid(2, sequence)
-        weight, rows, upstream = drawn()
-        norm: Any = NORMS["offset_rms_norm"](
-            maker(topology, weight=weight), HIDDEN, EPSILON, sharded_input=sequence
+        weight, bias, rows, upstream = drawn()
+        norm: Any = NORMS["layer_norm_1p"](
+            maker(topology, weight=weight, bias=bias), HIDDEN, EPSILON, sharded_input=sequence
         )
     GradientHooks(norm, topology.tensor_group)
     own = leaf(piece_of(rows, topology))
@@ -46,28 +46,34 @@ def results(sequence: bool) -> dict[str, Tensor]:
         all_gather(part, topology.tensor_group) if sequence else part
         for part in (output.detach(), own.grad)
     )
-    return {"output": output, "rows": gradient, "weight": norm.weight.grad}
+    return {
+        "output": output,
+        "rows": gradient,
+        "weight": norm.weight.grad,
+        "bias": norm.bias.grad,
+    }
 
 
-def drawn() -> tuple[Tensor, Tensor, Tensor]:
+def drawn() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(7)
-    return torch.randn(HIDDEN, generator=draw), *torch.randn(
-        2, LENGTH, BATCH, HIDDEN, generator=draw
-    )
+    weight, bias = torch.randn(2, HIDDEN, generator=draw)
+    return weight, bias, *torch.randn(2, LENGTH, BATCH, HIDDEN, generator=draw)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_the_norm_of_the_page_is_gemmas(ranks: Pools, sequence: bool) -> None:
-    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+def test_the_norm_of_the_page_is_nemotrons(ranks: Pools, sequence: bool) -> None:
+    from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
-    weight, rows, upstream = drawn()
-    norm = GemmaRMSNorm(HIDDEN, EPSILON)
+    weight, bias, rows, upstream = drawn()
+    norm = NemotronLayerNorm1P(HIDDEN, EPSILON)
     norm.weight.data.copy_(weight)
+    norm.bias.data.copy_(bias)
     rows = leaf(rows)
     output = norm(rows)
     output.backward(upstream)
-    assert rows.grad is not None and norm.weight.grad is not None
-    expected = {"output": output.detach(), "rows": rows.grad, "weight": norm.weight.grad}
+    assert rows.grad is not None
+    gradients = {"rows": rows.grad, "weight": norm.weight.grad, "bias": norm.bias.grad}
+    expected = {"output": output.detach(), **gradients}
     for found in ranks(2).run(results, sequence):
         check_close(found, expected)
 

@@ -13,7 +13,7 @@ from tests.support.streams import BATCH, VOCABULARY, config_of
 from tests.tiers import THOROUGH
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.mlp import GatedActivation
-from zero_tp.model.norm import _RMSNorm
+from zero_tp.model.norm import OffsetScaling, Scaling, WideScaling, _RMSNorm
 from zero_tp.parallel import elementwise, loss
 from zero_tp.parallel.elementwise import CHUNKED
 from zero_tp.parallel.gradients import sum_of_squares
@@ -62,14 +62,19 @@ def test_an_rms_norm_equals_torch(elements: int, dtype: torch.dtype) -> None:
     tensor, weight = drawn(5, 3, 24, dtype=dtype), drawn(24, dtype=dtype)
     gradient = torch.randn(5, 3, 24).to(dtype)
     exact = [each.detach().double().requires_grad_() for each in (tensor, weight)]
-    expected = F.rms_norm(exact[0], (24,), exact[1], 1e-5)
-    found = _RMSNorm.apply(tensor, weight, 1e-5, None, CHUNKED)
     limit = 1e-6 if dtype == torch.float32 else 8e-3
-    assert (found - expected).abs().max() <= limit * expected.abs().max()
-    ours = torch.autograd.grad(found, (tensor, weight), gradient)
-    theirs = torch.autograd.grad(expected, exact, gradient.double())
-    for mine, yours in zip(ours, theirs, strict=True):
-        assert (mine - yours).abs().max() <= 2 * limit * yours.abs().max()
+    for scaling in (Scaling, WideScaling, OffsetScaling, None):
+        # Without a scaling there is no weight.
+        factor = exact[1] + 1 if scaling is OffsetScaling else exact[1] if scaling else None
+        leaves = slice(2 if scaling else 1)
+        expected = F.rms_norm(exact[0], (24,), factor, 1e-5)
+        own = weight if scaling else None
+        found = _RMSNorm.apply(tensor, own, 1e-5, scaling or Scaling, None, CHUNKED)
+        assert (found - expected).abs().max() <= limit * expected.abs().max()
+        ours = torch.autograd.grad(found, (tensor, weight)[leaves], gradient)
+        theirs = torch.autograd.grad(expected, exact[leaves], gradient.double())
+        for mine, yours in zip(ours, theirs, strict=True):
+            assert (mine - yours).abs().max() <= 2 * limit * yours.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

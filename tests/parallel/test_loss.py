@@ -34,6 +34,7 @@ class Case(NamedTuple):
         large: logits to ±1e4. ignore_index: the ignored label. upstream: the gradient of the loss.
         chunk: elements of a block of logits, and of a chunk that a cache holds.
         frozen: what needs no gradient. strided: hidden states are laid out batch first.
+        scale, cap: of the logits.
     """
 
     world: int = 2
@@ -50,6 +51,8 @@ class Case(NamedTuple):
     frozen: str = ""
     strided: bool = False
     divisor: float | None = None
+    scale: float = 1.0
+    cap: float | None = None
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states [s, b, h], weight [v, h] and labels [s, b], the same on every rank."""
@@ -87,7 +90,9 @@ def cross_entropy(case: Case) -> set[str]:
     index, divisor = case.ignore_index, case.divisor
     hidden, weight, labels = case.tensors()
     whole_hidden, whole_weight = leaf(hidden), leaf(weight)
-    logits = F.linear(whole_hidden, whole_weight)
+    logits = F.linear(whole_hidden, whole_weight) * case.scale
+    if case.cap is not None:
+        logits = torch.tanh(logits / case.cap) * case.cap
     flat = logits.flatten(0, 1), labels.flatten()
     expected = F.cross_entropy(*flat, ignore_index=index)
     if divisor is not None:
@@ -108,6 +113,7 @@ def cross_entropy(case: Case) -> set[str]:
             "vocabulary": case.vocabulary,
             "group": group,
             "ignore_index": index,
+            "logit_map": module.LogitMap(case.scale, case.cap),
         }
         once: dict[str, Any] = {"sequence": case.sequence, "divisor": divisor, **common}
         found, correct = vocab_parallel_cross_entropy(
@@ -137,7 +143,11 @@ def cross_entropy(case: Case) -> set[str]:
     assert torch.allclose(each_of_three.nll[..., 1], other, rtol=1e-5, atol=2e-6)
     assert not each_of_three.nll[..., 2].any() and not each_of_three.greedy[..., 2].any()
     whole_logits = vocab_parallel_logits(
-        hidden, given_weight, vocabulary=case.vocabulary, group=group
+        hidden,
+        given_weight,
+        vocabulary=case.vocabulary,
+        group=group,
+        logit_map=common["logit_map"],
     )
     check_close({"logits": whole_logits}, {"logits": logits.detach()})
     if not found.requires_grad:
@@ -185,6 +195,8 @@ def cross_entropy(case: Case) -> set[str]:
         frozen=st.just(""),
         strided=st.booleans(),
         divisor=st.none(),
+        scale=st.sampled_from([1.0, 0.3]),
+        cap=st.sampled_from([None, 2.0]),
     )
 )
 @example(
@@ -195,6 +207,7 @@ def cross_entropy(case: Case) -> set[str]:
     Case(2, True, 4, 2, 24, "some", True, -100, 0.125, 1, 815781)
 )  # the maximum's last digit is not the loss's
 @example(Case(3, True, 2, 2, 7, "some", True, -1, 1.0, 2**23, 2))
+@example(Case(4, True, 2, 2, 11, scale=0.3, cap=1.5))  # a rank holds padding beside tokens
 def test_cross_entropy_equals_torch(ranks: Pools, case: Case) -> None:
     assert ranks(case.world).run(cross_entropy, case) == [{"hidden", "weight"}] * case.world
 

@@ -135,7 +135,7 @@ def test_our_part_of_a_step_waits_for_nothing(model_type: str, grid: str) -> Non
     assert seen.collectives >= 3, "labels and loss over DP, signals"
 
 
-ROTATION, ALL_REDUCE = (transformer, "compute_cos_sin"), (collectives, "start_all_reduce")
+ROTATION, ALL_REDUCE = (transformer, "compute_rotation"), (collectives, "start_all_reduce")
 MISTAKES: list[tuple[tuple[Any, str], Callable[..., object], str]] = [
     (ROTATION, lambda _, positions, *__: bool(positions[0, 0] >= 0), "reads a value"),
     (ROTATION, lambda _, positions, *__: positions.cpu(), "between host and device"),

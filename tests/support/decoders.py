@@ -50,7 +50,7 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         "layers": draw(st.integers(1, 3), label="layers"),
         "vocab_size": draw(st.integers(11, 70), label="vocabulary"),
     }
-    if model_type == "olmoe":  # see head_dim below
+    if model_type in ("olmoe", "olmo2", "olmo3", "nanochat"):  # see head_dim below
         sizes["hidden"] = heads * max(4, sizes["hidden"] // heads)
     fields["vocab_size"] = sizes["vocab_size"]
     if kind == "gpt2":
@@ -76,9 +76,9 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         "max_position_embeddings": LENGTH,
         "bos_token_id": 0,
     }
-    fields |= _choices(
-        draw, {"hidden_act": ("silu", "gelu", "gelu_pytorch_tanh"), "tie_word_embeddings": BOOLEAN}
-    )
+    activation = "hidden_act" if "hidden_act" in declared else "hidden_activation"
+    functions = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")
+    fields |= _choices(draw, {activation: functions, "tie_word_embeddings": BOOLEAN})
     fields |= {
         "eos_token_id": 0,
         "pad_token_id": draw(st.sampled_from([None, 0, 7]), label="padding token"),
@@ -86,7 +86,21 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     # Phi3Config takes no other type that is computed.
     rope = "default" if model_type == "phi3" else draw(st.sampled_from(list(ROPE)), label="rope")
     fields["rope_parameters"] = {"rope_type": rope, "rope_theta": 100.0, **ROPE[rope]}
-    flags = ("attention_bias", "mlp_bias", "use_parallel_residual", "use_bias")
+    flags = (
+        "attention_bias",
+        "attention_out_bias",
+        "mlp_bias",
+        "use_parallel_residual",
+        "use_bias",
+    )
+    factors = {
+        name: draw(st.sampled_from(values), label=name)
+        for name, values in FACTORS.items()
+        if name in declared
+    }
+    if model_type == "gemma3_text":  # its class never applies it
+        factors["attn_logit_softcapping"] = None
+    fields |= factors
     fields |= _choices(draw, {name: BOOLEAN for name in flags if name in declared})
     if "num_experts_per_tok" in declared:
         fields |= _expert_fields(draw, model_type, declared, sizes["layers"])
@@ -104,17 +118,45 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         fields["layer_types"] = draw(
             st.lists(kinds, min_size=sizes["layers"], max_size=sizes["layers"])
         )
-        fields["use_sliding_window"] = True
-    head_size = fields.get("head_dim", sizes["hidden"] // heads)
-    if model_type in ("gpt_neox", "phi3"):
-        share = draw(
-            st.sampled_from([0.5, 1.0] if head_size > 2 else [1.0]), label="share that turns"
+        if "use_sliding_window" in declared:
+            fields["use_sliding_window"] = True
+    if "no_rope_layers" in declared:
+        fields["no_rope_layers"] = draw(
+            st.lists(st.integers(0, 1), min_size=sizes["layers"], max_size=sizes["layers"])
         )
+    if model_type == "seed_oss":  # its class's are 0.1
+        fields |= {"residual_dropout": 0.0, "attention_dropout": 0.0}
+    head_size = fields.get("head_dim", sizes["hidden"] // heads)
+    if model_type in ("gpt_neox", "phi3", "glm4"):
+        shares = [0.5, 1.0] if head_size > 2 else [1.0]
+        # transformers' YaRN fails with an odd number of features.
+        if rope == "yarn" and head_size % 4 and head_size > 6:
+            shares = [1.0]
+        share = draw(st.sampled_from(shares), label="share that turns")
         fields["rope_parameters"]["partial_rotary_factor"] = share
         head_size = int(head_size * share)
     if rope == "dynamic" and head_size <= 2:  # transformers divides by zero
         fields["rope_parameters"]["rope_type"] = "linear"
+    if model_type in ("olmo3", "gemma3_text"):
+        other = {"rope_type": "default", "rope_theta": 30.0}
+        fields["rope_parameters"] = {
+            "full_attention": fields["rope_parameters"],
+            "sliding_attention": other,
+        }
     return fields
+
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "query_pre_attn_scalar": (3, 16),
+    "attn_logit_softcapping": (None, 2.0),
+    "final_logit_softcapping": (None, 1.5),
+    "embedding_multiplier": (1.0, 3.0),
+    "attention_multiplier": (0.3,),
+    "residual_multiplier": (0.4,),
+    "logits_scaling": (0.6, 3.0),
+    "logit_scale": (0.3,),
+}
+"""Multipliers and soft caps: field → values, none of which is the one that other models have."""
 
 
 def _expert_fields(draw: st.DrawFn, model_type: str, declared: Any, layers: int) -> dict[str, Any]:
@@ -156,6 +198,11 @@ def without_router_logits(model_type: str) -> dict[str, Any]:
     )
 
 
+def model_type_is_eager(fields: dict[str, Any]) -> bool:
+    """Whether transformers computes the model only so: others leave soft caps out."""
+    return fields["model_type"] == "gemma2" or fields.get("attn_logit_softcapping") is not None
+
+
 MARGIN = 2e-6
 """Of the choice of experts, see `margin`: measured, rounding decided below 2e-7."""
 
@@ -178,6 +225,8 @@ def decoder(fields: dict[str, Any], seed: int, attention: str = "sdpa") -> Any:
     gradients in fp32 are nearer to those in fp64 than a comparison allows.
     """
     config = AutoConfig.for_model(**fields)
+    if model_type_is_eager(fields):
+        attention = "eager"
     for candidate in range(seed, seed + 50):
         torch.manual_seed(candidate)
         model = AutoModelForCausalLM.from_config(

@@ -26,6 +26,7 @@ def pieces_apart(
     max_k: int,
     *,
     window_size: tuple[int, int],
+    scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
     """SDPA on each piece by itself. [b·s, heads, d] → [b·s, heads, d].
@@ -46,7 +47,9 @@ def pieces_apart(
         back = at[:, None] - at[None, :]
         seen = (back <= left) & (back >= -right)
         mixed.append(
-            F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=enable_gqa)[0].transpose(0, 1)
+            F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa)[
+                0
+            ].transpose(0, 1)
         )
     return torch.cat(mixed)
 

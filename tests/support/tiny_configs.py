@@ -9,6 +9,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from zero_tp.model.architectures import ARCHITECTURES
+from zero_tp.model.architectures.common import FULL, SLIDING
 
 MODEL_TYPES = sorted(ARCHITECTURES)
 CAUSAL_TYPES = [name for name in MODEL_TYPES if ARCHITECTURES[name].causal]
@@ -21,6 +22,7 @@ SIZES = {
         "num_key_value_heads": 2,
     },
     **{"intermediate_size": 32, "max_position_embeddings": 64, "moe_intermediate_size": 16},
+    "head_dim": 8,  # what follows from the others, where a class has another default
     **{
         "num_experts": 2,
         "num_local_experts": 2,
@@ -84,9 +86,13 @@ def general_fields(model_type: str) -> dict[str, Any]:
     fields, aliases = ARCHITECTURES[model_type].fields, CONFIG_MAPPING[model_type].attribute_map
     declared = {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
     known = (declared | fields.undeclared.keys()) & set(fields.names())
+    types = {"layer_types": [SLIDING, FULL, SLIDING]} if "layer_types" in known else {}
+    if "max_window_layers" in known:  # it decides
+        types = {}
     return {
         "model_type": model_type,
         **dict.fromkeys(fields.dropouts, 0.0),
+        **types,
         **{
             aliases.get(name, name): value
             for name, value in GENERAL_SIZES.items()

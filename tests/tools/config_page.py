@@ -34,7 +34,7 @@ from zero_tp.base.settings.schema import MaskedObjective, RecomputePolicy, Spike
 from zero_tp.base.validation import fields_by_name, nested_model
 from zero_tp.engine.settings.rule import Combination
 from zero_tp.engine.settings.rules import rules
-from zero_tp.model.architectures import ARCHITECTURES
+from zero_tp.model.architectures import ARCHITECTURES, Fields
 from zero_tp.model.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG
 from zero_tp.model.architectures.rotary import ROPE_KEYS
 from zero_tp.run.config import RunConfig
@@ -275,20 +275,31 @@ def _default(field: FieldInfo) -> str:
 
 
 def _models() -> Iterator[str]:
+    lines = {name: _field_lines(table.fields) for name, table in ARCHITECTURES.items()}
+    causal = [name for name, table in ARCHITECTURES.items() if table.causal]
+    of_decoders = [line for line in lines[causal[0]] if all(line in lines[one] for one in causal)]
+    yield (
+        "Each `model_type` has the fields of transformers' own config class, under its names. In "
+        "each decoder:"
+    )
+    yield "\n".join(of_decoders)
     for name, architecture in ARCHITECTURES.items():
-        fields = architecture.fields
-        yield (
-            f"`{name}` ({architecture.native_class}): the fields of transformers' own config "
-            "class, under its names."
-        )
-        lines = [
-            f"- `{field}` is one of {_listed(options)}" for field, options in fields.choices.items()
-        ]
-        lines += _fixed(fields.fixed)
-        for reason in dict.fromkeys(fields.irrelevant.values()):
-            ignored = [field for field, why in fields.irrelevant.items() if why == reason]
-            lines.append(f"- {_listed(ignored)}: accepted, {reason}")
-        yield "\n".join(lines)
+        of_decoder = of_decoders if architecture.causal else []
+        own = [line for line in lines[name] if line not in of_decoder]
+        yield "\n".join((f"`{name}` ({architecture.native_class}){':' if own else ''}", "", *own))
+
+
+def _field_lines(fields: Fields) -> list[str]:
+    """Return a line for the choices, and for each fixed field and reason to ignore fields."""
+    lines = [
+        f"- `{field}` is one of {_listed(options)}" for field, options in fields.choices.items()
+    ]
+    lines += _fixed(fields.fixed)
+    for reason in dict.fromkeys(fields.irrelevant.values()):
+        ignored = [field for field, why in fields.irrelevant.items() if why == reason]
+        lines.append(f"- {_listed(ignored)}: accepted, {reason}")
+    return lines
+
     yield (
         f"`rope_parameters.rope_type` is one of {_listed(ROPE_KEYS)}; a key that the type does not "
         "read is refused."

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.context import AttentionMask, ForwardContext, PackedSequences, VarlenMask
-from zero_tp.model.norm import NORMS, SplitRMSNorm
+from zero_tp.model.norm import NORMS, RMSNorm, SplitRMSNorm
 from zero_tp.model.position import apply_rotary
 from zero_tp.model.qkv import FusedQKV, GroupedQKV, heads_by_rank
 from zero_tp.parallel import devices
@@ -34,7 +34,7 @@ def repeat_kv_heads(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Ten
 
 
 class AttentionCore(nn.Module):
-    """softmax(QKᵀ/√d)V with dropout on the softmax.
+    """softmax(scale · QKᵀ)V with dropout on the softmax; scale is 1/√d or the spec's.
 
     Q [b, a/t, s, d]; K and V with as many heads, or a divisor of them → [b, a/t, s, d]. Dropout
     draws from the per-rank stream, because heads differ over TP.
@@ -43,6 +43,7 @@ class AttentionCore(nn.Module):
     def __init__(self, spec: TransformerSpec, streams: RandomStreams):
         super().__init__()
         self.p = spec.dropouts.attention
+        self.scale = spec.attention_scale
         self.streams = streams
         self.causal = spec.causal
 
@@ -118,7 +119,7 @@ class SDPACore(AttentionCore):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | VarlenMask | None
     ) -> Tensor:
         if isinstance(mask, VarlenMask):
-            return varlen_attention(query, key, value, mask)
+            return varlen_attention(query, key, value, mask, self.scale)
         # torch aligns `is_causal` at the first query and the first key: a single query after cached
         # tokens would see the first key only.
         # A single query sees every key.
@@ -134,7 +135,7 @@ class SDPACore(AttentionCore):
             disable_cudnn_for_mask(mask),
         ):
             return F.scaled_dot_product_attention(
-                query, key, value, mask, dropout_p, causal, enable_gqa=grouped
+                query, key, value, mask, dropout_p, causal, scale=self.scale, enable_gqa=grouped
             )
 
 
@@ -153,9 +154,11 @@ def disable_cudnn_for_mask(mask: Tensor | None) -> Iterator[None]:
         torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
-def varlen_attention(query: Tensor, key: Tensor, value: Tensor, mask: VarlenMask) -> Tensor:
-    """Return softmax(QKᵀ/√d)V of each document by torch's flash kernels. Shapes as in
-    AttentionCore.
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: VarlenMask, scale: float | None = None
+) -> Tensor:
+    """Return softmax(scale · QKᵀ)V of each document by torch's flash kernels. Shapes as in
+    AttentionCore; scale is by default 1/√d.
 
     The kernels take concatenated rows, [b·s, heads, d], which copies Q, K and V if b > 1.
     """
@@ -174,6 +177,7 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, mask: VarlenMask
         packed.max_seqlen,
         packed.max_seqlen,
         window_size=(mask.window, 0),  # `window` keys before the query's own, none after
+        scale=scale,
         enable_gqa=key.shape[1] != query.shape[1],
     )
     assert isinstance(attended, Tensor)
@@ -190,7 +194,7 @@ class EagerCore(AttentionCore):
 
     def __init__(self, spec: TransformerSpec, streams: RandomStreams):
         super().__init__(spec, streams)
-        self.scale = spec.head_size**-0.5
+        self.score_scale: float = self.scale or spec.head_size**-0.5
         self.dropout = Dropout(self.p, streams, PER_RANK)
 
     @staticmethod
@@ -206,12 +210,38 @@ class EagerCore(AttentionCore):
         # Copies the mask only if rows are padded differently.
         additive_mask = mask.expand(batch, heads, length, key.shape[2]).flatten(0, 1)
         scores = torch.baddbmm(
-            additive_mask, query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), alpha=self.scale
+            additive_mask,
+            query.flatten(0, 1),
+            key.flatten(0, 1).transpose(1, 2),
+            alpha=self.score_scale,
         )
         return self.dropout(scores.unflatten(0, (batch, heads)).softmax(-1)) @ value
 
 
-CORES: dict[str, type[AttentionCore]] = {"sdpa": SDPACore, "eager": EagerCore}
+class SoftCapCore(EagerCore):
+    """EagerCore whose scores are capped: cap · tanh(score / cap) (Gemma 2, arXiv 2408.00118,
+    section 2).
+
+    Backward also keeps the tanh's output.
+    """
+
+    def __init__(self, spec: TransformerSpec, streams: RandomStreams):
+        super().__init__(spec, streams)
+        assert spec.score_cap is not None
+        self.cap = spec.score_cap
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        key, value = repeat_kv_heads(key, value, query.shape[1])
+        scores = query @ key.transpose(2, 3) * self.score_scale
+        capped = torch.tanh(scores / self.cap) * self.cap
+        return self.dropout((capped + mask).softmax(-1)) @ value
+
+
+CORES: dict[str, type[AttentionCore]] = {
+    "sdpa": SDPACore,
+    "eager": EagerCore,
+    "soft_cap": SoftCapCore,
+}
 
 
 class Attention(ElementwiseModule):
@@ -229,7 +259,9 @@ class Attention(ElementwiseModule):
         super().__init__()
         self.number = number
         self.window = spec.windows[number]
+        self.rotary = spec.rotaries[number]
         self.clip = spec.clip
+        self.rotates_first = spec.rotates_before_norm
         # The parts of a fused weight are all split. With fewer KV heads K and V may have to be
         # replicated, which rows of a split weight cannot be.
         fused = spec.kv_heads == spec.heads
@@ -241,18 +273,22 @@ class Attention(ElementwiseModule):
             spec.heads * spec.head_size,
             spec.hidden,
             bias=spec.output_bias,
-            init=Normal(spec.residual_std),
+            init=Normal(spec.attention_output_std or spec.residual_std),
         )
         self.query_norm: nn.Module = nn.Identity()
         self.key_norm: nn.Module = nn.Identity()
         # OLMoE's norm needs the mean square of all heads' features, of which a rank has some.
         if spec.query_key_norm == "whole":
+            like = NORMS[spec.norm]
+            assert issubclass(like, RMSNorm)
             for name, heads in (("query_norm", spec.heads), ("key_norm", spec.kv_heads)):
                 by_rank = heads_by_rank(spec.heads, heads, make.topology.tensor)
                 setattr(
                     self,
                     name,
-                    SplitRMSNorm(make.child(name), by_rank, spec.head_size, spec.norm_epsilon),
+                    SplitRMSNorm(
+                        make.child(name), by_rank, spec.head_size, spec.norm_epsilon, like
+                    ),
                 )
         elif spec.query_key_norm == "heads":
             # A norm of each head needs no other rank. With or without SP a rank norms its own heads
@@ -267,23 +303,26 @@ class Attention(ElementwiseModule):
             )
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
-        # Norm, clip, rotation: the order of transformers' OLMoE. Without the first two the
-        # projection rotates, in its product.
-        rotates_product = self.clip is None and isinstance(self.query_norm, nn.Identity)
+        rotation = None if self.rotary is None else context.rotations[self.rotary]
+        # Without a norm or a clip before it, the projection rotates, in its product.
+        rotates_product = self.clip is None and (
+            self.rotates_first or isinstance(self.query_norm, nn.Identity)
+        )
         query, key, value = self.qkv(
             tensor,
             sequence=context.sequence,
-            cos_sin=context.cos_sin if rotates_product else None,
+            rotation=rotation if rotates_product else None,
             ops=self.elementwise,
         )
+        # Norm, clip, rotation: the order of transformers' OLMoE.
         query = self.query_norm(query)
         key = self.key_norm(key)
         if self.clip is not None:
             query, key, value = (
                 tensor.clamp(-self.clip, self.clip) for tensor in (query, key, value)
             )
-        if context.cos_sin is not None and not rotates_product:
-            query, key = apply_rotary(query, key, context.cos_sin, self.elementwise)
+        if rotation is not None and not rotates_product:
+            query, key = apply_rotary(query, key, rotation, self.elementwise)
         # Keys are cached after the rotation, so each is rotated once, and before they are repeated
         # for their queries, so the cache has each of this rank's KV heads once.
         if context.cache is not None:

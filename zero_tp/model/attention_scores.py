@@ -1,10 +1,11 @@
 """The largest attention score of each head in training, where it exceeds a threshold.
 
-A score is q·k/√d before the softmax, of a key that the query sees. Two bounds spare most products:
+A score is q·k/√d, or has the model's own scale, before the softmax, of a key that the query sees.
+Two bounds spare most products:
 
 - the log-sum-exp of a query's scores, which torch's fused kernels keep for their backward. It is at
   most log s above the largest.
-- ‖q‖·‖k‖/√d of the longest query and key, one pass over Q and K, for any kernel.
+- ‖q‖·‖k‖·scale of the longest query and key, one pass over Q and K, for any kernel.
 
 A head with a bound at most the threshold is done. Only the scores of the others are computed, in
 slices of fp32: half of a forward's attention again.
@@ -52,9 +53,10 @@ class AttentionScores:
         self, transformer: Transformer, threshold: float, heads: int, device: torch.device
     ):
         self._threshold = threshold
-        self._scale = transformer.spec.head_size**-0.5
+        spec = transformer.spec
+        self._scale = spec.attention_scale or spec.head_size**-0.5
         self._is_recording = False
-        shape = (transformer.spec.layers, heads)
+        shape = (spec.layers, heads)
         self.largest = torch.full(shape, -torch.inf, device=device)
         cores = [module for module in transformer.modules() if isinstance(module, AttentionCore)]
         for number, core in enumerate(cores):

@@ -309,11 +309,9 @@ class CausalLM(ParallelModel):
                 "document_ids with a KV cache are not supported; give packed documents in one "
                 "forward"
             )
-        rotary = self.spec.rotary
         if (
             documents is not None
-            and rotary is not None
-            and rotary.by_length
+            and any(rotary is not None and rotary.by_length for rotary in self.spec.rotaries)
             and tokens > self.spec.positions
         ):
             raise UserError(

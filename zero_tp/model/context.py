@@ -6,7 +6,8 @@ s queries, k keys, b batch. Keys are the tokens that a cache still holds and the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from zero_tp.model.position import CosSin
+from zero_tp.model.architectures.spec import Rotary
+from zero_tp.model.position import Rotation
 from zero_tp.model.router_balance import RouterBalance
 
 
@@ -228,7 +230,7 @@ class ForwardContext:
     Attributes:
         sequence: between the linear layers a rank has its sequence shard (SP).
         masks: by window, see AttentionCore.build_mask.
-        cos_sin: of rotary positions.
+        rotations: of this forward's positions, for each rotary part of the spec.
         cache: keys and values of earlier tokens, of this rank's KV heads; `update` adds the present
             ones.
         balance: statistics of the routers, for the load-balancing loss.
@@ -236,6 +238,6 @@ class ForwardContext:
 
     sequence: bool
     masks: dict[int | None, Tensor | VarlenMask | None]
-    cos_sin: CosSin | None = None
+    rotations: Mapping[Rotary, Rotation] = field(default_factory=dict)
     cache: Cache | None = None
     balance: RouterBalance | None = None

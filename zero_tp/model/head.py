@@ -17,7 +17,7 @@ from zero_tp.parallel.collectives import gather_from_sequence_region
 from zero_tp.parallel.elementwise import ElementwiseModule
 from zero_tp.parallel.layout import split_vocabulary
 from zero_tp.parallel.linear import ReplicatedLinear
-from zero_tp.parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_logits
+from zero_tp.parallel.loss import LogitMap, vocab_parallel_cross_entropy, vocab_parallel_logits
 from zero_tp.parallel.parameter import ConstantInit, Normal, ParameterMaker
 from zero_tp.parallel.token_scores import TokenScores, vocab_parallel_token_scores
 
@@ -43,6 +43,7 @@ class OutputLayer(ElementwiseModule):
         super().__init__()
         self.vocabulary = spec.vocabulary
         self.group = make.topology.tensor_group
+        self.logit_map = LogitMap(spec.logit_scale, spec.logit_cap)
         # Like the word embedding's, so that a tied weight is the same shard here and there.
         rows = split_vocabulary(spec.vocabulary)
         init = Normal(spec.init_std)
@@ -77,6 +78,7 @@ class OutputLayer(ElementwiseModule):
             "bias": self.bias,
             "vocabulary": self.vocabulary,
             "group": self.group,
+            "logit_map": self.logit_map,
         }
         if labels is not None and not per_token:
             common |= {

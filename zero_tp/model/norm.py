@@ -8,7 +8,7 @@ the input's gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,14 @@ class Norm(ElementwiseModule):
 
     Args:
         sharded_input: the input is this rank's part, so gradients of the weights are partial.
+
+    Attributes:
+        initial_weight: of every feature.
+        parameter_names: in files, too.
     """
+
+    initial_weight: ClassVar[float] = 1.0
+    parameter_names: ClassVar[tuple[str, ...]] = ("weight",)
 
     def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, sharded_input: bool):
         super().__init__()
@@ -34,7 +41,8 @@ class Norm(ElementwiseModule):
         # LayerNorm's bias shares this layout and this sum.
         self.layout = Replicated("partial" if sharded_input else "identical")
         self.gradient_sum = GradientSum(make.topology.tensor_group) if sharded_input else None
-        self.weight = make.parameter("weight", (size,), self.layout, ConstantInit(1.0))
+        initial = ConstantInit(self.initial_weight)
+        self.weight = make.parameter("weight", (size,), self.layout, initial)
 
 
 class _PartialLayerNorm(torch.autograd.Function):
@@ -45,7 +53,7 @@ class _PartialLayerNorm(torch.autograd.Function):
         ctx: Any,
         tensor: Tensor,
         weight: Tensor,
-        bias: Tensor,
+        bias: Tensor | None,
         epsilon: float,
         gradient_sum: GradientSum,
     ) -> Tensor:
@@ -68,22 +76,25 @@ class _PartialLayerNorm(torch.autograd.Function):
 
         # Weight and bias first: their all-reduce runs while the input's gradient is computed. So
         # torch's kernel is called twice, each time for what is wanted.
-        reducing = (
-            ctx.gradient_sum.start(*gradients(False, True, True)[1:])
-            if needs_weight or needs_bias
-            else None
-        )
+        reducing = None
+        if needs_weight or needs_bias:
+            of_weights = gradients(False, True, bias is not None)[1:]
+            reducing = ctx.gradient_sum.start(*of_weights[: 1 + (bias is not None)])
         input_gradient = gradients(True, False, False)[0] if needs_input else None
-        weight_gradient, bias_gradient = reducing.wait() if reducing is not None else (None, None)
+        weight_gradient, bias_gradient = (
+            (*reducing.wait(), None)[:2] if reducing is not None else (None, None)
+        )
         return input_gradient, weight_gradient, bias_gradient, None, None
 
 
-class LayerNorm(Norm):
-    """Layer normalisation over h, with weight and bias. [*, h] → [*, h]."""
+class BiaslessLayerNorm(Norm):
+    """Layer normalisation over h with a weight alone. [*, h] → [*, h]."""
+
+    bias: nn.Parameter | None
 
     def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, sharded_input: bool):
         super().__init__(make, size, epsilon, sharded_input=sharded_input)
-        self.bias = make.parameter("bias", (size,), self.layout, ConstantInit(0.0))
+        self.register_parameter("bias", None)
 
     def forward(self, tensor: Tensor) -> Tensor:
         if self.gradient_sum is None:
@@ -94,83 +105,154 @@ class LayerNorm(Norm):
         return output
 
 
-def _rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return the normed rows [n, h], rounded before the weight, and their scales, fp32 [n, 1]."""
+class LayerNorm(BiaslessLayerNorm):
+    """Layer normalisation over h, with weight and bias. [*, h] → [*, h]."""
+
+    parameter_names = ("weight", "bias")
+
+    def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, sharded_input: bool):
+        super().__init__(make, size, epsilon, sharded_input=sharded_input)
+        self.bias = make.parameter("bias", (size,), self.layout, ConstantInit(0.0))
+
+
+class Scaling:
+    """What follows x · 1/√(mean(x²) + ε) in a root mean square norm: Llama's rounding, then w."""
+
+    @staticmethod
+    def apply(normed: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the norm's output. fp32 [n, h], [h] → [n, h] in `dtype`."""
+        # transformers' LlamaRMSNorm rounds here; rounding once, after the weight, gives other bits.
+        return weight * normed.to(dtype)
+
+    @staticmethod
+    def normed_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of `normed`, fp32 [n, h]."""
+        return (gradient * weight).float()
+
+    @staticmethod
+    def weight_factor(normed: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what the output's gradient is multiplied by for that of the weight. [n, h]"""
+        return normed.to(dtype)
+
+
+class WideScaling(Scaling):
+    """The weight multiplies in fp32, and the product is rounded once (OLMo 2)."""
+
+    @staticmethod
+    def apply(normed: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return (weight.float() * normed).to(dtype)
+
+    @staticmethod
+    def normed_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+        return gradient.float() * weight.float()
+
+    @staticmethod
+    def weight_factor(normed: Tensor, dtype: torch.dtype) -> Tensor:
+        return normed
+
+
+class OffsetScaling(WideScaling):
+    """Times 1 + w, in fp32 (Gemma)."""
+
+    @staticmethod
+    def apply(normed: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return (normed * (1.0 + weight.float())).to(dtype)
+
+    @staticmethod
+    def normed_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+        return gradient.float() * (1.0 + weight.float())
+
+
+def _rms_norm(
+    rows: Tensor, weight: Tensor | None, epsilon: float, scaling: type[Scaling]
+) -> tuple[Tensor, Tensor]:
+    """Return the normed rows [n, h], scaled, and 1/√(mean(x²) + ε), fp32 [n, 1]."""
     rows_fp32 = rows.float()
     scale = torch.rsqrt(rows_fp32.square().mean(-1, keepdim=True) + epsilon)
-    # transformers' LlamaRMSNorm rounds here too; rounding once, after the weight, gives other bits.
-    return weight * (rows_fp32 * scale).to(rows.dtype), scale
+    normed = rows_fp32 * scale
+    return (
+        normed.to(rows.dtype) if weight is None else scaling.apply(normed, weight, rows.dtype),
+        scale,
+    )
 
 
-def _weight_gradient(gradient: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
+def _weight_gradient(
+    gradient: Tensor, rows: Tensor, scale: Tensor, scaling: type[Scaling]
+) -> Tensor:
     """Return the gradient of the weight, fp32 [h]."""
     # The normed rows are computed again: they would be another activation of 2sbh bytes.
-    return (gradient * (rows.float() * scale).to(rows.dtype)).sum(0, dtype=torch.float32)
+    factor = scaling.weight_factor(rows.float() * scale, rows.dtype)
+    return (gradient * factor).sum(0, dtype=torch.float32)
 
 
-def _rows_gradient(gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+def _rows_gradient(
+    gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor | None, scaling: type[Scaling]
+) -> Tensor:
     """Return the gradient of the rows [n, h]."""
     # With n = x·scale and g = dY·w: dx = (g - n · mean(g · n)) · scale.
     normed = rows.float() * scale
-    normed_gradient = (gradient * weight).float()
+    normed_gradient = (
+        gradient.float() if weight is None else scaling.normed_gradient(gradient, weight)
+    )
     projection = (normed_gradient * normed).mean(-1, keepdim=True)
     return ((normed_gradient - normed * projection) * scale).to(rows.dtype)
 
 
 def _gradients(
-    gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor
+    gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor, scaling: type[Scaling]
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the rows and of the weight. Compiled it reads the rows once."""
     return (
-        _rows_gradient(gradient, rows, scale, weight),
-        _weight_gradient(gradient, rows, scale),
+        _rows_gradient(gradient, rows, scale, weight, scaling),
+        _weight_gradient(gradient, rows, scale, scaling),
     )
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Compute x / √(mean(x²) + ε) in fp32, rounded, times the weight. Backward keeps x and one
-    number per row.
+    """Compute x / √(mean(x²) + ε) in fp32, scaled by the weight if there is one. Backward keeps x
+    and one number per row.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         tensor: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         epsilon: float,
+        scaling: type[Scaling],
         gradient_sum: GradientSum | None,
         ops: ElementwiseOps,
     ) -> Tensor:
-        normed, scale = ops.map_rows(_rms_norm, (_rows(tensor),), weight, epsilon)
+        normed, scale = ops.map_rows(_rms_norm, (_rows(tensor),), weight, epsilon, scaling)
         ctx.save_for_backward(tensor, weight, scale)
+        ctx.scaling = scaling
         ctx.gradient_sum = gradient_sum
         ctx.ops = ops
         output: Tensor = normed.view(tensor.shape)
         return output
 
     @staticmethod
-    def backward(
-        ctx: Any, gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tensor, weight, scale = ctx.saved_tensors
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         rows = (_rows(gradient), _rows(tensor), scale)
+        others = (weight, ctx.scaling)
         reducing = weight_gradient = input_gradient = None
         if needs_weight and needs_input and ctx.gradient_sum is None:
-            input_gradient, weight_gradient = ctx.ops.map_and_sum_rows(_gradients, rows, weight)
+            input_gradient, weight_gradient = ctx.ops.map_and_sum_rows(_gradients, rows, *others)
             weight_gradient = weight_gradient.to(weight.dtype)
-            return input_gradient.view(tensor.shape), weight_gradient, None, None, None
+            return input_gradient.view(tensor.shape), weight_gradient, *(None,) * 4
         if needs_weight:
             # Its all-reduce runs while the input's gradient is computed.
-            weight_gradient = ctx.ops.sum_rows(_weight_gradient, rows).to(weight.dtype)
+            weight_gradient = ctx.ops.sum_rows(_weight_gradient, rows, ctx.scaling).to(weight.dtype)
             reducing = (
                 ctx.gradient_sum.start(weight_gradient) if ctx.gradient_sum is not None else None
             )
         if needs_input:
-            input_gradient = ctx.ops.map_rows(_rows_gradient, rows, weight).view(tensor.shape)
+            input_gradient = ctx.ops.map_rows(_rows_gradient, rows, *others).view(tensor.shape)
         if reducing is not None:
             (weight_gradient,) = reducing.wait()
-        return input_gradient, weight_gradient, None, None, None
+        return input_gradient, weight_gradient, *(None,) * 4
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -183,10 +265,39 @@ class RMSNorm(Norm):
     Equation 4 of arXiv 1910.07467.
     """
 
+    scaling: ClassVar[type[Scaling]] = Scaling
+
     def forward(self, tensor: Tensor) -> Tensor:
         output: Tensor = _RMSNorm.apply(
-            tensor, self.weight, self.epsilon, self.gradient_sum, self.elementwise
+            tensor, self.weight, self.epsilon, self.scaling, self.gradient_sum, self.elementwise
         )
+        return output
+
+
+class WideRMSNorm(RMSNorm):
+    """RMSNorm whose weight multiplies before the only rounding. [*, h] → [*, h]."""
+
+    scaling = WideScaling
+
+
+class OffsetRMSNorm(RMSNorm):
+    """RMSNorm times 1 + w; w begins at 0. [*, h] → [*, h]."""
+
+    initial_weight = 0.0
+    scaling = OffsetScaling
+
+
+class WeightlessRMSNorm(ElementwiseModule):
+    """RMSNorm without a weight. [*, h] → [*, h]."""
+
+    parameter_names: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, sharded_input: bool):
+        super().__init__()
+        self.epsilon = epsilon
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        output: Tensor = _RMSNorm.apply(tensor, None, self.epsilon, Scaling, None, self.elementwise)
         return output
 
 
@@ -205,6 +316,7 @@ class _SplitRMSNorm(torch.autograd.Function):
         share: Tensor | float,
         size: int,
         epsilon: float,
+        scaling: type[Scaling],
         group: Group,
     ) -> Tensor:
         # TP 2, 3 KV heads, of which both ranks have k1: rank 0 adds k0² + k1²/2, rank 1 k1²/2 +
@@ -214,14 +326,15 @@ class _SplitRMSNorm(torch.autograd.Function):
         ctx.save_for_backward(rows, weight, scale)
         ctx.share = share
         ctx.size = size
+        ctx.scaling = scaling
         ctx.group = group
-        return weight * (rows.float() * scale).to(rows.dtype)
+        return scaling.apply(rows.float() * scale, weight, rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, scale = ctx.saved_tensors
         normed = rows.float() * scale
-        normed_gradient = (gradient * weight).float()
+        normed_gradient = ctx.scaling.normed_gradient(gradient, weight)
         projection = (
             all_reduce((normed_gradient * normed).sum(-1, keepdim=True), ctx.group) / ctx.size
         )
@@ -229,14 +342,8 @@ class _SplitRMSNorm(torch.autograd.Function):
         # later in the weights' and the input's gradients. The projection counts once there, hence
         # its share.
         rows_gradient = ((normed_gradient - normed * projection * ctx.share) * scale).to(rows.dtype)
-        return (
-            rows_gradient,
-            _weight_gradient(gradient, rows, scale).to(weight.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        weight_gradient = _weight_gradient(gradient, rows, scale, ctx.scaling).to(weight.dtype)
+        return rows_gradient, weight_gradient, *(None,) * 5
 
 
 class SplitRMSNorm(nn.Module):
@@ -250,10 +357,16 @@ class SplitRMSNorm(nn.Module):
     Args:
         heads_by_rank: heads of each TP rank.
         size: features of a head, d.
+        like: the norm that it computes over all heads.
     """
 
     def __init__(
-        self, make: ParameterMaker, heads_by_rank: Sequence[range], size: int, epsilon: float
+        self,
+        make: ParameterMaker,
+        heads_by_rank: Sequence[range],
+        size: int,
+        epsilon: float,
+        like: type[RMSNorm] = RMSNorm,
     ):
         super().__init__()
         own = heads_by_rank[make.topology.tensor_rank]
@@ -269,7 +382,9 @@ class SplitRMSNorm(nn.Module):
         self.features = slice(own.start * size, own.stop * size)
         # Ranks that share a head need the same elements, so no split gives each its own.
         layout = Replicated("partial") if shared else Sharded(0, (self.total,))
-        self.weight = make.parameter("weight", (self.total,), layout, ConstantInit(1.0))
+        initial = ConstantInit(like.initial_weight)
+        self.weight = make.parameter("weight", (self.total,), layout, initial)
+        self.scaling = like.scaling
 
     def forward(self, heads: Tensor) -> Tensor:
         share: Tensor | float = 1.0
@@ -284,9 +399,16 @@ class SplitRMSNorm(nn.Module):
             weight = weight[self.features]
         joined = heads.permute(2, 0, 1, 3).flatten(2)  # [s, b, w]
         normed: Tensor = _SplitRMSNorm.apply(
-            _rows(joined), weight, share, self.total, self.epsilon, self.group
+            _rows(joined), weight, share, self.total, self.epsilon, self.scaling, self.group
         )
         return normed.view(*joined.shape[:2], -1, self.size).permute(1, 2, 0, 3)
 
 
-NORMS: dict[str, type[Norm]] = {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
+NORMS: dict[str, type[Norm] | type[WeightlessRMSNorm]] = {
+    "layer_norm": LayerNorm,
+    "biasless_layer_norm": BiaslessLayerNorm,
+    "rms_norm": RMSNorm,
+    "wide_rms_norm": WideRMSNorm,
+    "offset_rms_norm": OffsetRMSNorm,
+    "weightless_rms_norm": WeightlessRMSNorm,
+}

@@ -5,7 +5,7 @@ s sequence, b batch, d head size, r rotated features per head.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,12 +33,20 @@ class LearnedEmbedding(nn.Module):
         return F.embedding(indices, self.weight)
 
 
-CosSin = tuple[Tensor, Tensor]
-"""Cosine and sine of every position's angles, [b or 1, 1, s, r]."""
+class Rotation(NamedTuple):
+    """Cosine and sine of every position's angles, [b or 1, 1, s, r/2], and which features turn
+    together (`Rotary.neighbours`).
+    """
+
+    cosine: Tensor
+    sine: Tensor
+    neighbours: bool = False
 
 
-def compute_cos_sin(rotary: Rotary, positions: Tensor, length: int, dtype: torch.dtype) -> CosSin:
-    """Return cosine and sine for `positions` [b or 1, s], computed in fp32 for every dtype.
+def compute_rotation(
+    rotary: Rotary, positions: Tensor, length: int, dtype: torch.dtype
+) -> Rotation:
+    """Return the rotation of `positions` [b or 1, s], its angles computed in fp32 for every dtype.
 
     Args:
         length: of the sequence so far, positions that are cached included.
@@ -47,56 +55,70 @@ def compute_cos_sin(rotary: Rotary, positions: Tensor, length: int, dtype: torch
     # In bf16, with 8 significant bits, 257 would be 256: later neighbours would share angles.
     frequencies, scale = rotary.frequencies(length, positions.device)
     angles = positions[:, None, :, None].float() * frequencies
-    # Feature i and feature i + r/2 turn by the same angle, in the order of transformers' models.
-    angles = torch.cat((angles, angles), -1)
-    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+    tables = (angles.cos() * scale, angles.sin() * scale)
+    if rotary.arithmetic != "fp32":
+        tables = (tables[0].to(dtype), tables[1].to(dtype))
+    if rotary.arithmetic == "rounded_tables":
+        tables = (tables[0].float(), tables[1].float())
+    return Rotation(*tables, rotary.neighbours)
 
 
-def _rotate(tensor: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    # A head of 6 features of which r 4 rotate, with angles θ0 θ1 θ0 θ1:
-    #     x0 cos θ0 - x2 sin θ0,  x1 cos θ1 - x3 sin θ1,
-    #     x2 cos θ0 + x0 sin θ0,  x3 cos θ1 + x1 sin θ1,  x4,  x5
-    rotary_part = tensor[..., : cosine.shape[-1]]
-    other_part = tensor[..., cosine.shape[-1] :]
-    first, second = rotary_part.chunk(2, -1)
-    rotated = rotary_part * cosine + torch.cat((-second, first), -1) * sine
-    return rotated if other_part.shape[-1] == 0 else torch.cat((rotated, other_part), -1)
+def _pairs(tensor: Tensor, count: int, neighbours: bool) -> tuple[Tensor, Tensor]:
+    """Return views of the first and second features of the pairs that turn, [*, count] each."""
+    if neighbours:
+        return tensor[..., 0 : 2 * count : 2], tensor[..., 1 : 2 * count : 2]
+    return tensor[..., :count], tensor[..., count : 2 * count]
+
+
+def _rotate(tensor: Tensor, cosine: Tensor, sine: Tensor, neighbours: bool) -> Tensor:
+    # A head of 6 features of which r 4 rotate, with angles θ0 θ1:
+    #     halves        x0 cos θ0 - x2 sin θ0,  x1 cos θ1 - x3 sin θ1,
+    #                   x2 cos θ0 + x0 sin θ0,  x3 cos θ1 + x1 sin θ1,  x4,  x5
+    #     neighbours    x0 cos θ0 - x1 sin θ0,  x1 cos θ0 + x0 sin θ0,
+    #                   x2 cos θ1 - x3 sin θ1,  x3 cos θ1 + x2 sin θ1,  x4,  x5
+    count = cosine.shape[-1]
+    first, second = _pairs(tensor, count, neighbours)
+    turned = (first * cosine - second * sine, second * cosine + first * sine)
+    joined = torch.stack(turned, -1).flatten(-2) if neighbours else torch.cat(turned, -1)
+    rotated = joined.to(tensor.dtype)
+    rest = tensor[..., 2 * count :]
+    return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), -1)
 
 
 @sharing_memory
-def _rotate_halves_(*parts: Tensor) -> None:
-    """Rotate in place: parts are the first and second halves [n, *, r/2] of rotary features, of
-    one or several tensors, and at last cosine and sine of the first half.
+def _rotate_pairs_(*parts: Tensor) -> None:
+    """Rotate in place: parts are the first and second features [n, *, r/2] of the pairs, of one or
+    several tensors, and at last cosine and sine.
 
-    A kernel reads and writes each half at the same index, so that it works in place.
+    A kernel reads and writes each part at the same index, so that it works in place.
     """
-    *halves, cosine, sine = parts
-    for first, second in zip(halves[::2], halves[1::2], strict=True):
+    *pairs, cosine, sine = parts
+    for first, second in zip(pairs[::2], pairs[1::2], strict=True):
         turned = first * cosine - second * sine
         second.copy_(second * cosine + first * sine)
         first.copy_(turned)
 
 
-def _rotate_in_place(
-    query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps
-) -> None:
-    size = cosine.shape[-1] // 2
-    halves = [half for heads in (query, key) for half in heads[..., : 2 * size].chunk(2, -1)]
-    ops.map_rows(_rotate_halves_, _by_position(*halves, cosine[..., :size], sine[..., :size]))
+def _rotate_in_place(query: Tensor, key: Tensor, rotation: Rotation, ops: ElementwiseOps) -> None:
+    cosine, sine, neighbours = rotation
+    pairs = [part for heads in (query, key) for part in _pairs(heads, cosine.shape[-1], neighbours)]
+    ops.map_rows(_rotate_pairs_, _by_position(*pairs, cosine, sine))
 
 
-def _rotate_back(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    return _rotate(query, cosine, -sine), _rotate(key, cosine, -sine)
+def _rotate_back(
+    query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, neighbours: bool
+) -> tuple[Tensor, Tensor]:
+    return _rotate(query, cosine, -sine, neighbours), _rotate(key, cosine, -sine, neighbours)
 
 
 def _rotate_back_and_join(
-    query: Tensor, key: Tensor, value: Tensor, cosine: Tensor, sine: Tensor
+    query: Tensor, key: Tensor, value: Tensor, cosine: Tensor, sine: Tensor, neighbours: bool
 ) -> Tensor:
     """Return Q | K | V of each position, Q and K rotated back.
 
     [n, b, a, d] each → [n, b, 3·a·d].
     """
-    parts = (*_rotate_back(query, key, cosine, sine), value)
+    parts = (*_rotate_back(query, key, cosine, sine, neighbours), value)
     return torch.cat([part.flatten(2) for part in parts], -1)
 
 
@@ -117,18 +139,25 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, ops: ElementwiseOps
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        neighbours: bool,
+        ops: ElementwiseOps,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cosine, sine)
+        ctx.neighbours = neighbours
         ctx.ops = ops
-        _rotate_in_place(query, key, cosine, sine, ops)
+        _rotate_in_place(query, key, Rotation(cosine, sine, neighbours), ops)
         return query, key
 
     @staticmethod
     def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, ...]:
         rows = _by_position(query, key, *ctx.saved_tensors)
-        gradients = (part.permute(1, 2, 0, 3) for part in ctx.ops.map_rows(_rotate_back, rows))
-        return (*gradients, None, None, None)
+        rotated = ctx.ops.map_rows(_rotate_back, rows, ctx.neighbours)
+        return (*(part.permute(1, 2, 0, 3) for part in rotated), *(None,) * 4)
 
 
 class _RotateProduct(torch.autograd.Function):
@@ -144,18 +173,21 @@ class _RotateProduct(torch.autograd.Function):
         head_size: int,
         cosine: Tensor,
         sine: Tensor,
+        neighbours: bool,
         ops: ElementwiseOps,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cosine, sine)
+        ctx.neighbours = neighbours
         ctx.ops = ops
         query, key, value = (split_heads(part, head_size) for part in product.chunk(3, -1))
-        _rotate_in_place(query, key, cosine, sine, ops)
+        _rotate_in_place(query, key, Rotation(cosine, sine, neighbours), ops)
         return query, key, value
 
     @staticmethod
     def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
         rows = _by_position(query, key, value, *ctx.saved_tensors)
-        return ctx.ops.map_rows(_rotate_back_and_join, rows), None, None, None, None
+        product = ctx.ops.map_rows(_rotate_back_and_join, rows, ctx.neighbours)
+        return product, *(None,) * 5
 
 
 def split_heads(tensor: Tensor, head_size: int) -> Tensor:
@@ -164,20 +196,20 @@ def split_heads(tensor: Tensor, head_size: int) -> Tensor:
 
 
 def apply_rotary(
-    query: Tensor, key: Tensor, cos_sin: CosSin, ops: ElementwiseOps
+    query: Tensor, key: Tensor, rotation: Rotation, ops: ElementwiseOps
 ) -> tuple[Tensor, Tensor]:
-    """Rotate the first r features of every head in place, feature i with feature i + r/2.
+    """Rotate the first r features of every head in place.
 
     [b, heads, s, d] → the same tensors. No backward may need them unrotated: a linear layer's and
     a norm's keep their inputs only.
     """
-    rotated: tuple[Tensor, Tensor] = _Rotate.apply(query, key, *cos_sin, ops)
+    rotated: tuple[Tensor, Tensor] = _Rotate.apply(query, key, *rotation, ops)
     return rotated
 
 
 def apply_rotary_to_product(
-    product: Tensor, head_size: int, cos_sin: CosSin, ops: ElementwiseOps
+    product: Tensor, head_size: int, rotation: Rotation, ops: ElementwiseOps
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the heads of a product Q | K | V [s, b, 3·a·d], Q and K rotated in its memory."""
-    heads: tuple[Tensor, Tensor, Tensor] = _RotateProduct.apply(product, head_size, *cos_sin, ops)
+    heads: tuple[Tensor, Tensor, Tensor] = _RotateProduct.apply(product, head_size, *rotation, ops)
     return heads

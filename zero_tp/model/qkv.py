@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_tp.model.architectures.spec import TransformerSpec
-from zero_tp.model.position import CosSin, apply_rotary, apply_rotary_to_product, split_heads
+from zero_tp.model.position import Rotation, apply_rotary, apply_rotary_to_product, split_heads
 from zero_tp.parallel.elementwise import ElementwiseOps
 from zero_tp.parallel.layout import Layout, Replicated, Sharded
 from zero_tp.parallel.linear import ColumnParallelLinear, column_parallel_linear
@@ -54,16 +54,16 @@ class FusedQKV(ColumnParallelLinear):
         self.head_size = spec.head_size
 
     def forward(  # type: ignore[override]
-        self, tensor: Tensor, *, sequence: bool, cos_sin: CosSin | None, ops: ElementwiseOps
+        self, tensor: Tensor, *, sequence: bool, rotation: Rotation | None, ops: ElementwiseOps
     ) -> Heads:
         """Project [s, b, h], a sequence shard when `sequence`, to heads of the whole sequence.
 
         Args:
-            cos_sin: angles by which queries and keys are rotated; None: not here.
+            rotation: of queries and keys; None: not here.
         """
         product = super().forward(tensor, sequence=sequence)
-        if cos_sin is not None:
-            return apply_rotary_to_product(product, self.head_size, cos_sin, ops)
+        if rotation is not None:
+            return apply_rotary_to_product(product, self.head_size, rotation, ops)
         # Each chunk is this rank's Q, K or V, because the layout splits each of them by itself.
         # Not one view and `unbind`, whose backward copies the gradients twice.
         parts = product.chunk(3, -1)
@@ -125,7 +125,7 @@ class GroupedQKV(nn.Module):
         self.queries_per_head = None if len(set(counts)) == 1 else counts
 
     def forward(
-        self, tensor: Tensor, *, sequence: bool, cos_sin: CosSin | None, ops: ElementwiseOps
+        self, tensor: Tensor, *, sequence: bool, rotation: Rotation | None, ops: ElementwiseOps
     ) -> Heads:
         """Project and rotate as `FusedQKV` does."""
         weights = (self.query, self.key, self.value)
@@ -135,8 +135,8 @@ class GroupedQKV(nn.Module):
             tensor, weights, biases, self.topology, sequence=sequence, rows=rows
         )
         query, key, value = (split_heads(part, self.head_size) for part in projected)
-        if cos_sin is not None:
-            query, key = apply_rotary(query, key, cos_sin, ops)
+        if rotation is not None:
+            query, key = apply_rotary(query, key, rotation, ops)
         return query, key, value
 
     def repeat_for_queries(self, key_or_value: Tensor) -> Tensor:

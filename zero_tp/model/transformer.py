@@ -17,7 +17,7 @@ from zero_tp.model.context import AttentionMask, ForwardContext, ForwardInputs, 
 from zero_tp.model.mlp import MLP, GatedMLP
 from zero_tp.model.moe import Experts
 from zero_tp.model.norm import NORMS
-from zero_tp.model.position import LearnedEmbedding, compute_cos_sin
+from zero_tp.model.position import LearnedEmbedding, compute_rotation
 from zero_tp.parallel.embedding import VocabParallelEmbedding
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 from zero_tp.parallel.random import PER_RANK, SHARED, Dropout, RandomStreams
@@ -50,6 +50,7 @@ class Embedding(nn.Module):
             self.token_type = LearnedEmbedding(
                 make.child("token_type"), spec.token_types, spec.hidden, init=init
             )
+        self.scale = spec.embedding_scale
         self.norm: nn.Module = nn.Identity()
         if spec.embedding_norm:
             sharded = make.topology.sequence
@@ -68,6 +69,8 @@ class Embedding(nn.Module):
                 vectors are added.
         """
         stream = self.word(tokens, sequence=sequence)
+        if self.scale is not None:
+            stream = stream * self.scale(stream.dtype)
         length = stream.shape[0]
         # The word embedding's ḡ has left this rank its own tokens: with s 8 and t 2, rank 1 has
         # tokens 4 to 7 and looks up their types and positions only.
@@ -94,12 +97,19 @@ class TransformerLayer(nn.Module):
     """The parts of a layer; subclasses connect them to the residual stream, whose shape they keep.
 
     Attributes:
+        attention_norms, mlp_norms: names of the norms around each branch.
         recomputed_norms: norms whose outputs backward can recompute, each with the module that
             reads its output.
         ends_with_norm: the layer's output is normed, so that the model needs no final norm.
     """
 
+    attention_norm: nn.Module
+    attention_output_norm: nn.Module
+    mlp_norm: nn.Module
+    mlp_output_norm: nn.Module
     ends_with_norm: ClassVar[bool] = False
+    attention_norms: ClassVar[tuple[str, ...]] = ("attention_norm",)
+    mlp_norms: ClassVar[tuple[str, ...]] = ("mlp_norm",)
     recomputed_norms: ClassVar[tuple[tuple[str, str], ...]] = (
         ("attention_norm", "attention"),
         ("mlp_norm", "mlp"),
@@ -114,17 +124,21 @@ class TransformerLayer(nn.Module):
         number: int,
     ):
         super().__init__()
-        norm = NORMS[spec.norm]
-        sharded = make.topology.sequence
-        self.attention_norm = norm(
-            make.child("attention_norm"), spec.hidden, spec.norm_epsilon, sharded_input=sharded
-        )
+        self._make_norms(make, spec, self.attention_norms)
         self.attention = Attention(make.child("attention"), spec, streams, number)
-        self.mlp_norm = norm(
-            make.child("mlp_norm"), spec.hidden, spec.norm_epsilon, sharded_input=sharded
-        )
+        self._make_norms(make, spec, self.mlp_norms)
         self.mlp = MLPS[spec.mlps[number]](make.child("mlp"), spec)
         self.dropout = dropout
+
+    def _make_norms(
+        self, make: ParameterMaker, spec: TransformerSpec, names: tuple[str, ...]
+    ) -> None:
+        sharded = make.topology.sequence
+        for name in names:
+            norm = NORMS[spec.norm](
+                make.child(name), spec.hidden, spec.norm_epsilon, sharded_input=sharded
+            )
+            self.add_module(name, norm)
 
 
 class SequentialLayer(TransformerLayer):
@@ -159,10 +173,72 @@ class ParallelLayer(TransformerLayer):
         return mlp + self.dropout(self.attention(self.attention_norm(x), context=context)) + x
 
 
+class SharedNormLayer(TransformerLayer):
+    """Attention and MLP both read one norm of the layer's input (arXiv 2204.02311, section 2)."""
+
+    mlp_norms = ()
+    # Two modules read its output, so neither can drop it.
+    recomputed_norms = ()
+
+    def forward(self, x: Tensor, *, context: ForwardContext) -> Tensor:
+        normed = self.attention_norm(x)
+        x = x + self.dropout(self.attention(normed, context=context))
+        return x + self.dropout(self.mlp(normed, context=context))
+
+
+class ScaledLayer(TransformerLayer):
+    """Pre-norm, each branch's output times the spec's `residual_scale`."""
+
+    def __init__(
+        self,
+        make: ParameterMaker,
+        spec: TransformerSpec,
+        streams: RandomStreams,
+        dropout: Dropout,
+        number: int,
+    ):
+        super().__init__(make, spec, streams, dropout, number)
+        self.scale = spec.residual_scale
+
+    def forward(self, x: Tensor, *, context: ForwardContext) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), context=context)) * self.scale
+        return x + self.dropout(self.mlp(self.mlp_norm(x), context=context)) * self.scale
+
+
+class OutputNormLayer(TransformerLayer):
+    """The branches' outputs are normed, their inputs are not (OLMo 2, arXiv 2501.00656, section
+    3.2).
+    """
+
+    attention_norms = ("attention_output_norm",)
+    mlp_norms = ("mlp_output_norm",)
+    recomputed_norms = ()
+
+    def forward(self, x: Tensor, *, context: ForwardContext) -> Tensor:
+        x = x + self.dropout(self.attention_output_norm(self.attention(x, context=context)))
+        return x + self.dropout(self.mlp_output_norm(self.mlp(x, context=context)))
+
+
+class SandwichLayer(TransformerLayer):
+    """The branches' inputs and their outputs are normed (Gemma 2, arXiv 2408.00118, section 2)."""
+
+    attention_norms = ("attention_norm", "attention_output_norm")
+    mlp_norms = ("mlp_norm", "mlp_output_norm")
+
+    def forward(self, x: Tensor, *, context: ForwardContext) -> Tensor:
+        attended = self.attention(self.attention_norm(x), context=context)
+        x = x + self.dropout(self.attention_output_norm(attended))
+        return x + self.dropout(self.mlp_output_norm(self.mlp(self.mlp_norm(x), context=context)))
+
+
 LAYERS: dict[str, type[TransformerLayer]] = {
     "sequential": SequentialLayer,
     "parallel": ParallelLayer,
     "post_norm": PostNormLayer,
+    "shared_norm": SharedNormLayer,
+    "scaled": ScaledLayer,
+    "output_norm": OutputNormLayer,
+    "sandwich": SandwichLayer,
 }
 
 
@@ -221,20 +297,22 @@ class Transformer(nn.Module):
                 masks[window] = build_mask(
                     AttentionMask(length, keys, past, first, *limits), self.spec, like
                 )
-        rotary = self.spec.rotary
-        cos_sin = None
-        if rotary is not None:
-            total_length = past + length
-            if positions is None:
-                positions = torch.arange(past, total_length, device=like.device)[None]
-            elif rotary.by_length:
+        # Layers may rotate differently, or not at all.
+        rotaries = {rotary: None for rotary in self.spec.rotaries if rotary is not None}
+        total_length = past + length
+        if positions is None:
+            positions = torch.arange(past, total_length, device=like.device)[None]
+        if any(rotary.by_length for rotary in rotaries):
+            if inputs.positions is not None:
                 # Frequencies follow the positions that are used, not the number of tokens in this
                 # forward.
                 total_length = int(positions.max()) + 1
-            if rotary.by_length:
-                total_length = self._scaled_length(total_length)
-            cos_sin = compute_cos_sin(rotary, positions, total_length, like.dtype)
-        return ForwardContext(sequence, masks, cos_sin, cache, inputs.balance)
+            total_length = self._scaled_length(total_length)
+        rotations = {
+            rotary: compute_rotation(rotary, positions, total_length, like.dtype)
+            for rotary in rotaries
+        }
+        return ForwardContext(sequence, masks, rotations, cache, inputs.balance)
 
     def _scaled_length(self, length: int) -> int:
         """Return the length that dynamic scaling of rotary frequencies uses in this forward.

@@ -83,12 +83,53 @@ def accumulates_in_fp32(sequence: int, positions: int, dtype: torch.dtype) -> bo
     return positions < sequence or dtype == torch.float16
 
 
-def shard_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, valid: int) -> Tensor:
+class LogitMap(NamedTuple):
+    """A function of each logit: times `scale`, then cap · tanh(x / cap) if there is a cap.
+
+    It rounds to the logits' dtype after each operation, as transformers' models do.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def apply_(self, logits: Tensor) -> None:
+        """Map logits in place."""
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        if self.cap is not None:
+            logits.div_(self.cap).tanh_().mul_(self.cap)
+
+    def slope(self, mapped: Tensor) -> Tensor | float:
+        """Return the derivative, from the mapped logits in fp32."""
+        if self.cap is None:
+            return self.scale
+        # Rows without a token have the smallest number (`_mask_padding_`), far below the cap.
+        return (1.0 - (mapped / self.cap).clamp(-1.0, 1.0).square()) * self.scale
+
+
+def _map_(logits: Tensor, logit_map: LogitMap) -> None:
+    logit_map.apply_(logits)
+
+
+def map_logits_(logits: Tensor, logit_map: LogitMap, ops: ElementwiseOps = CHUNKED) -> Tensor:
+    """Map logits [n, v/t] in place and return them."""
+    if logit_map != LogitMap():
+        ops.map_rows(_map_, (logits,), logit_map, accelerator_elements=SLICE_ELEMENTS)
+    return logits
+
+
+def shard_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    valid: int,
+    logit_map: LogitMap = LogitMap(),  # noqa: B008 (immutable)
+) -> Tensor:
     """Return the logits in fp32. [n, h] × [v/t, h] → [n, v/t].
 
     Padded rows of the weight, from `valid` on, get no probability.
     """
-    return _mask_padding_(F.linear(hidden, weight, bias).float(), valid)
+    return _mask_padding_(map_logits_(F.linear(hidden, weight, bias), logit_map).float(), valid)
 
 
 def _mask_padding_(logits: Tensor, valid: int) -> Tensor:
@@ -174,8 +215,12 @@ def _probabilities(logits: Tensor, maximum: Tensor, factor: Tensor, valid: int) 
     )
 
 
-def _to_probabilities_(logits: Tensor, maximum: Tensor, factor: Tensor, valid: int) -> None:
-    logits.copy_(_probabilities(logits, maximum, factor, valid))
+def _to_probabilities_(
+    logits: Tensor, maximum: Tensor, factor: Tensor, valid: int, logit_map: LogitMap
+) -> None:
+    """Overwrite mapped logits by their probabilities, times the map's slope."""
+    slope = logit_map.slope(logits.float())
+    logits.copy_(_probabilities(logits, maximum, factor, valid).mul_(slope))
 
 
 def _log_probability(
@@ -213,9 +258,16 @@ def _log_probability(
 
 
 def _to_logit_gradients_(
-    logits: Tensor, target: Tensor, valid: int, maximum: Tensor, factor: Tensor, ops: ElementwiseOps
+    logits: Tensor,
+    target: Tensor,
+    valid: int,
+    maximum: Tensor,
+    factor: Tensor,
+    logit_map: LogitMap,
+    ops: ElementwiseOps,
 ) -> None:
-    """Turn `logits` [n, v/t] into probability - target in place, each rounded once.
+    """Turn mapped `logits` [n, v/t] into (probability - target) · slope in place, each rounded
+    once.
 
     With 4 columns on this rank, rows whose target is column 2 and on another rank:
 
@@ -229,9 +281,15 @@ def _to_logit_gradients_(
     is_here = (target >= 0).float().unsqueeze(1)
     # Before the logits are overwritten, and in fp32: in bf16 a probability of 0.999 is 1, and p - 1
     # would be 0 instead of -0.001.
-    difference = _probabilities(logits.gather(1, column), maximum, factor, valid) - is_here
+    own = logits.gather(1, column)
+    difference = _probabilities(own, maximum, factor, valid) - is_here
+    difference *= logit_map.slope(own.float())
     ops.map_rows(
-        _to_probabilities_, (logits, maximum, factor), valid, accelerator_elements=SLICE_ELEMENTS
+        _to_probabilities_,
+        (logits, maximum, factor),
+        valid,
+        logit_map,
+        accelerator_elements=SLICE_ELEMENTS,
     )
     # `scatter_` would copy all logits twice on a CPU.
     rows = torch.arange(len(logits), device=logits.device)
@@ -321,6 +379,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         divisor: Tensor | float | None,
         accuracy: bool,
         differentiate: bool,
+        logit_map: LogitMap,
         ops: ElementwiseOps,
     ) -> tuple[Tensor, Tensor]:
         """Return (loss, number of labels that are the argmax), and save the gradients.
@@ -356,7 +415,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in ops.chunk_starts(length, step):
             positions = slice(start, start + step)
             block, target, is_counted = _block(hidden, labels, counted, positions, first, valid)
-            logits = F.linear(block, weight, bias)
+            logits = map_logits_(F.linear(block, weight, bias), logit_map, ops)
             log_probability, maximum, factor, is_argmax = _log_probability(
                 logits, target, valid, group, ops, accuracy
             )
@@ -365,7 +424,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 correct += (is_argmax & is_counted).sum()
             if any(needs):
                 factor = factor.masked_fill(~is_counted, 0.0)
-                _to_logit_gradients_(logits, target, valid, maximum, factor, ops)
+                _to_logit_gradients_(logits, target, valid, maximum, factor, logit_map, ops)
             if hidden_gradient is not None:
                 torch.matmul(logits, weight, out=hidden_gradient[positions].flatten(0, 1))
             if bias_gradient is not None:
@@ -392,7 +451,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             _scaled(hidden_gradient, scale, hidden_dtype),
             _scaled(weight_gradient, scale, weight_dtype),
             _scaled(bias_gradient, scale, weight_dtype),
-            *(None,) * 9,
+            *(None,) * 10,
         )
 
 
@@ -408,6 +467,7 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = IGNORE_INDEX,
     divisor: Tensor | float | None = None,
     accuracy: bool = False,
+    logit_map: LogitMap = LogitMap(),  # noqa: B008 (immutable)
     ops: ElementwiseOps = CHUNKED,
 ) -> tuple[Tensor, Tensor]:
     """Return the mean cross entropy of `hidden` Wᵀ + `bias` against `labels`, and how many labels
@@ -427,6 +487,7 @@ def vocab_parallel_cross_entropy(
             ignored. A 0-d tensor needs no synchronisation.
         accuracy: count the labels that are the argmax, or else return 0. It takes another pass over
             the logits, and one number more a token in the all-gather.
+        logit_map: function of each logit.
         ops: runs the softmax, and chooses the blocks.
 
     Returns:
@@ -442,6 +503,7 @@ def vocab_parallel_cross_entropy(
         divisor,
         accuracy,
         torch.is_grad_enabled(),
+        logit_map,
         ops,
     )
     loss, correct = _LinearCrossEntropy.apply(hidden, weight, bias, labels, *options)
@@ -449,12 +511,18 @@ def vocab_parallel_cross_entropy(
 
 
 def vocab_parallel_logits(
-    hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None, vocabulary: int, group: Group
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    vocabulary: int,
+    group: Group,
+    logit_map: LogitMap = LogitMap(),  # noqa: B008 (immutable)
 ) -> Tensor:
     """Return the whole logits on every TP rank. [s, b, h] → [s, b, v]; all-gather over TP, no
     gradient through it.
     """
-    local = F.linear(hidden, weight, bias).detach()
+    local = map_logits_(F.linear(hidden, weight, bias).detach(), logit_map)
     if group_size(group) == 1:
         return local[..., :vocabulary]
     # All ranks before the one of the last token are full, so the padding is at the end, and one cut

@@ -41,6 +41,7 @@ def vocab_parallel_token_scores(
     vocabulary: int,
     group: Group,
     ignore_index: int = IGNORE_INDEX,
+    logit_map: loss.LogitMap = loss.LogitMap(),  # noqa: B008 (immutable)
 ) -> TokenScores:
     """Return the scores of `labels` under softmax(`hidden` Wᵀ + `bias`); equal on all TP ranks.
 
@@ -50,6 +51,7 @@ def vocab_parallel_token_scores(
         hidden: [s, b, h], whole on every rank.
         weight: this rank's [⌈v/t⌉, h] rows of the output layer; those past `vocabulary` get no
             probability.
+        logit_map: function of each logit.
         labels: [s, b], or [s, b, k]: k alternatives at each position; `ignore_index` is not scored.
 
     Returns:
@@ -67,7 +69,7 @@ def vocab_parallel_token_scores(
         # Splitting an empty tensor gives one empty chunk.
         if not len(chunk):
             continue
-        logits = loss.shard_logits(flat_hidden[chunk], weight, bias, valid)
+        logits = loss.shard_logits(flat_hidden[chunk], weight, bias, valid, logit_map)
         nll[chunk], greedy[chunk] = scores_of_logits(
             logits, flat_labels[chunk], first=first, valid=valid, group=group
         )

@@ -32,6 +32,8 @@ from tests.support.pools import Pools
 from tests.tiers import examples, in_tiers
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.huggingface import ZeroTPForCausalLM
+from zero_tp.model.norm import NORMS
+from zero_tp.model.transformer import LAYERS
 from zero_tp.parallel.agreement import broadcast_rng_state
 from zero_tp.parallel.layout import Replicated, audit, layout_of
 from zero_tp.parallel.topology import Topology
@@ -152,9 +154,12 @@ def partial_norms(fields: dict[str, Any], world: int, *, sequence: bool) -> int:
     """
     config = AutoConfig.for_model(**fields)
     spec = architecture_of(config).spec(config)
-    of_heads = 2 * spec.layers * (spec.query_key_norm == "heads")
-    of_heads += spec.layers * (spec.query_key_norm == "whole" and spec.kv_heads % world > 0)
-    return of_heads + sequence * (2 * spec.layers + 1) * (2 if spec.norm == "layer_norm" else 1)
+    norms = 2 * spec.layers * (spec.query_key_norm == "heads")
+    layer = LAYERS[spec.layer]
+    if sequence:
+        norms += spec.layers * len(layer.attention_norms + layer.mlp_norms) + 1
+    shared = spec.layers * (spec.query_key_norm == "whole" and spec.kv_heads % world > 0)
+    return norms * len(NORMS[spec.norm].parameter_names) + shared
 
 
 def biases_of_keys(fields: dict[str, Any]) -> bool:

@@ -14,12 +14,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.support.tiny_configs import general_fields
 from zero_tp.model.architectures import ARCHITECTURES, architecture_of
+from zero_tp.model.architectures.common import FULL
 from zero_tp.model.architectures.configs import config_from_block
 from zero_tp.model.architectures.rotary import ROPE_KEYS
-from zero_tp.model.position import compute_cos_sin
+from zero_tp.model.position import compute_rotation
 from zero_tp.run.config import ConfigError
 
 ROTARY = [name for name, found in ARCHITECTURES.items() if "rope_parameters" in found.fields.read]
+# Whose rotary parameters are nested by the type of layer.
+BY_TYPE = ("olmo3", "gemma3_text")
 # Whose class refuses all but "default" and "longrope" itself.
 SCALED = [name for name in ROTARY if name != "phi3"]
 POSITIONS, ORIGINAL = 48, 16
@@ -57,6 +60,9 @@ def fields(model_type: str, **given: Any) -> dict[str, Any]:
     }
     if "head_dim" in written:
         written["head_dim"] = 20
+    if model_type in BY_TYPE and "rope_parameters" in given:
+        written["layer_types"] = [FULL] * written["num_hidden_layers"]
+        written["rope_parameters"] = {FULL: given["rope_parameters"]}
     if "rotary_pct" not in given:
         written.pop("rotary_pct", None)
     return written
@@ -75,8 +81,9 @@ def same_as_native(written: dict[str, Any], seed: int) -> None:
     later.
     """
     config = config_from_block(written)
-    rotary = architecture_of(config).spec(config).rotary
-    assert rotary is not None
+    spec = architecture_of(config).spec(config)
+    # The last kind of layer that rotates.
+    number, rotary = [each for each in enumerate(spec.rotaries) if each[1] is not None][-1]
     draw = random.Random(seed)
     own = CONFIG_MAPPING[written["model_type"]](
         **{name: value for name, value in written.items() if name != "model_type"}
@@ -90,10 +97,19 @@ def same_as_native(written: dict[str, Any], seed: int) -> None:
         module = native_module(own)  # anew: it remembers lengths
         positions = torch.arange(first, last)[None]
         for dtype in (torch.float32, torch.bfloat16):
-            expected = module(torch.zeros(1, dtype=dtype), positions)
-            found = compute_cos_sin(rotary, positions, last, dtype)
-            for ours, theirs in zip(found, expected, strict=True):
-                assert ours.dtype == dtype and torch.equal(ours[:, 0], theirs), (first, last)
+            kind = (config.layer_types[number],) if config.model_type in BY_TYPE else ()
+            expected = module(torch.zeros(1, dtype=dtype), positions, *kind)
+            cosine, sine, _ = compute_rotation(rotary, positions, last, dtype)
+            backwards = -1 if config.model_type == "nanochat" else 1
+            for ours, theirs in zip((cosine, backwards * sine), expected, strict=True):
+                # transformers has each angle twice; a table of its own dtype is widened later.
+                twice = (
+                    ours.repeat_interleave(2, -1)
+                    if config.model_type == "cohere2"
+                    else torch.cat((ours, ours), -1)
+                )
+                assert torch.equal(twice[:, 0].to(theirs.dtype), theirs), (first, last)
+                assert ours.dtype == {"activations": dtype}.get(rotary.arithmetic, torch.float32)
 
 
 @pytest.mark.parametrize("model_type", ROTARY)
@@ -107,6 +123,14 @@ def test_each_type_is_the_native_one(model_type: str, seed: int) -> None:
             continue
         same_as_native(fields(model_type, rope_parameters=dict(parameters)), seed)
         # As older versions wrote it.
+        if model_type in BY_TYPE:
+            # With "type" the class would keep its own "default" (see below).
+            named = {"type": "rope_type"}
+            old = {named.get(name, name): value for name, value in parameters.items()}
+            old.pop("rope_theta", None)
+            given = {"rope_scaling": old, "rope_theta": 5000.0}
+            same_as_native({**fields(model_type), **given, "layer_types": [FULL] * 3}, seed)
+            continue
         old = {name: value for name, value in parameters.items() if name != "rope_theta"}
         theta = "rotary_emb_base" if model_type == "gpt_neox" else "rope_theta"
         same_as_native(fields(model_type, rope_scaling=old, **{theta: 5000.0}), seed)
@@ -194,6 +218,9 @@ def test_part_of_a_head_turns(seed: int) -> None:
     ids=str,
 )
 def test_what_is_not_computed_is_named(model_type: str, given: dict[str, Any], words: str) -> None:
+    if model_type in BY_TYPE and "rope_scaling" in given:
+        # The class keeps its own rope_type "default" beside the file's "type".
+        words = r'full_attention\.type: .* and rope_type "default" disagree; keep one of them'
     with pytest.raises(ConfigError, match=words) as caught:
         config_from_block(fields(model_type, **given))
     line = str(caught.value)

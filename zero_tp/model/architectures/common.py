@@ -18,19 +18,27 @@ from transformers import PretrainedConfig
 from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError, shown
 from zero_tp.model.architectures.fields import FIXED_IN_DECODERS, IRRELEVANT_IN_DECODERS, Fields
-from zero_tp.model.architectures.rotary import ROPE, ROPE_UNDECLARED, rotary
+from zero_tp.model.architectures.rotary import ROPE, ROPE_UNDECLARED, rotaries
 from zero_tp.model.architectures.spec import Dropouts, ExpertsSpec, TransformerSpec
 from zero_tp.model.architectures.table import Architecture, Weight
+from zero_tp.model.norm import NORMS
 
 # gelu_new is the tanh approximation; torch's fused one saves one tensor where transformers' saves
 # four.
 _gelu_tanh = partial(F.gelu, approximate="tanh")
+
+
+def _relu_squared(tensor: Tensor) -> Tensor:
+    return F.relu(tensor).square()
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "gelu_fast": _gelu_tanh,
     "gelu": F.gelu,
     "relu": F.relu,
+    "relu2": _relu_squared,
     "silu": F.silu,
     "swish": F.silu,
 }
@@ -55,6 +63,7 @@ def fields(
     epsilon: str = "rms_norm_eps",
     positive: tuple[str, ...] = (),
     dropouts: tuple[str, ...] = (),
+    activation: str = "hidden_act",
     choices: Mapping[str, tuple[str, ...]] | None = None,
     read: tuple[str, ...] = ("pad_token_id",),
     fixed: Mapping[str, tuple[Any, str]] | None = None,
@@ -67,13 +76,14 @@ def fields(
     `pad_token_id`; the others add to Llama's.
 
     Args:
-        epsilon: name of the field of the norms' epsilon. For the others see Fields.
+        epsilon, activation: names of the fields of the norms' epsilon and the MLPs' activation. For
+            the others see Fields.
     """
     return Fields(
         sizes=(*SIZES, *sizes),
         positive=("initializer_range", epsilon, *positive),
         dropouts=("attention_dropout", *dropouts),
-        choices={"hidden_act": tuple(ACTIVATIONS), **(choices or {})},
+        choices={activation: tuple(ACTIVATIONS), **(choices or {})},
         read=("tie_word_embeddings", *ROPE, *read),
         fixed={**FIXED_IN_DECODERS, **(fixed or {})},
         irrelevant={**IRRELEVANT_IN_DECODERS, **(irrelevant or {})},
@@ -105,15 +115,17 @@ def spec(
     # Only config classes with layers of both kinds have that field.
     mlps = sparse_mlps(config) if hasattr(config, "decoder_sparse_step") else (mlp,) * layers
     heads, kv_heads, head_size = grouped_heads(config)
+    attention = "eager" if config._attn_implementation == "eager" else "sdpa"
+    if overrides.get("score_cap") is not None:
+        # No kernel of SDPA caps scores; transformers' SDPA leaves the cap out.
+        attention = "soft_cap"
     if attention_bias is None:
         attention_bias = getattr(config, "attention_bias", False)
     # Made only where it is used: a config with learned positions has no rotary fields.
-    if overrides.get("position") != "learned":
-        overrides = {
-            "position": "rotary",
-            "rotary": rotary(config, head_size, partial_rotary=partial_rotary),
-            **overrides,
-        }
+    if overrides.get("position") == "learned":
+        overrides["rotaries"] = (None,) * layers
+    elif "rotaries" not in overrides:
+        overrides["rotaries"] = rotaries(config, head_size, partial_rotary=partial_rotary)
     defaults: dict[str, Any] = {
         "hidden": config.hidden_size,
         "layers": layers,
@@ -123,6 +135,7 @@ def spec(
         "mlp_size": getattr(config, "intermediate_size", None),
         "vocabulary": config.vocab_size,
         "positions": config.max_position_embeddings,
+        "position": "rotary",
         "norm": "rms_norm",
         "norm_epsilon": getattr(config, "rms_norm_eps", None),
         "mlps": mlps,
@@ -141,7 +154,7 @@ def spec(
         "residual_std": std,
         "dropouts": dropouts(config, attention="attention_dropout"),
         "windows": windows_by_layer(config),
-        "attention": "eager" if config._attn_implementation == "eager" else "sdpa",
+        "attention": attention,
     }
     return TransformerSpec(**{**defaults, **overrides})
 
@@ -187,6 +200,11 @@ def dropouts(config: PretrainedConfig, **fields: str) -> Dropouts:
     return Dropouts(
         **{place: float(getattr(config, field, None) or 0.0) for place, field in fields.items()}
     )
+
+
+def head_size_of(config: PretrainedConfig) -> int:
+    """Return the features of a head."""
+    return grouped_heads(config)[2]
 
 
 def grouped_heads(config: PretrainedConfig) -> tuple[int, int, int]:
@@ -262,6 +280,27 @@ def layer_weights(
     )
 
 
+NORM_NAMES = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+"""Norms of Llama's layers: our name → Hugging Face's."""
+OUTPUT_NORM_NAMES = {
+    "attention_output_norm": "post_attention_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+"""Those of the layer "output_norm"."""
+SANDWICH_NORM_NAMES = {
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    **OUTPUT_NORM_NAMES,
+}
+"""Those of the layer "sandwich", as Gemma names them."""
+
+
+def norm_weights(spec: TransformerSpec, our_name: str, hf_name: str) -> Iterator[Weight]:
+    """Yield the parameters that one of the spec's norms has."""
+    for name in NORMS[spec.norm].parameter_names:
+        yield Weight(f"{our_name}.{name}", f"{hf_name}.{name}")
+
+
 EMBEDDING = Weight("transformer.embedding.word.weight", "model.embed_tokens.weight")
 HEAD = Weight("head.weight", "lm_head.weight")
 
@@ -279,8 +318,9 @@ def attention_weights(spec: TransformerSpec) -> Iterator[Weight]:
                     f"{OUR_LAYER}attention.qkv.{our_name}_bias", f"{HF_LAYER}{hf_name}.bias"
                 )
     if spec.query_key_norm != "none":
-        yield from layer_weights("attention.query_norm", "self_attn.q_norm", bias=False)
-        yield from layer_weights("attention.key_norm", "self_attn.k_norm", bias=False)
+        for our_name, hf_name in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+            names = f"{OUR_LAYER}attention.{our_name}", f"{HF_LAYER}self_attn.{hf_name}"
+            yield from norm_weights(spec, *names)
     yield from layer_weights("attention.output", "self_attn.o_proj", bias=spec.output_bias)
 
 
@@ -330,6 +370,7 @@ def weights(
     attention: Iterable[Weight] | None = None,
     mlp: Mapping[str, tuple[str, ...]] = GATED_MLP,
     *,
+    norms: Mapping[str, str] = NORM_NAMES,
     block: str = "mlp",
     linears: Mapping[str, tuple[str, ...]] = GATED_MLP,
 ) -> tuple[Weight, ...]:
@@ -338,20 +379,20 @@ def weights(
     Args:
         attention: the weights of `self_attn`; by default Llama's.
         mlp: linear layers of dense MLPs, our name → Hugging Face's.
+        norms: those of a layer, our name → Hugging Face's.
         block: name of the mixture of experts in files, such as `block_sparse_moe`.
         linears: linear layers of one expert, our name → Hugging Face's.
     """
-    # A new norm with a bias needs an entry here.
-    bias = spec.norm == "layer_norm"
-    listed = [EMBEDDING, *layer_weights("attention_norm", "input_layernorm", bias=bias)]
+    listed = [EMBEDDING]
     listed += attention_weights(spec) if attention is None else attention
-    listed += layer_weights("mlp_norm", "post_attention_layernorm", bias=bias)
+    for our_name, hf_name in norms.items():
+        listed += norm_weights(spec, OUR_LAYER + our_name, HF_LAYER + hf_name)
     for our_name, hf_names in mlp.items():
         names = (f"mlp.{name}" for name in hf_names)
         listed += layer_weights(
             f"mlp.{our_name}", *names, bias=spec.mlp_bias, layers=spec.dense_layers
         )
-    listed += [*module_weights("transformer.final_norm", "model.norm", bias=bias), HEAD]
+    listed += [*norm_weights(spec, "transformer.final_norm", "model.norm"), HEAD]
     if spec.experts is not None:
         listed += expert_weights(spec, block, linears)
     return tuple(listed)

@@ -156,8 +156,9 @@ class Fields:
 
     def _check_value(self, name: str, value: Any) -> None:
         fixed = {**FIXED_IN_EVERY_CONFIG, **self.fixed}
-        if name in fixed and value != fixed[name][0]:
-            only, reason = fixed[name]
+        only, reason = fixed.get(name, (value, ""))
+        # Code that tests for false takes null for it.
+        if value != only and not (only is False and value is None):
             raise _unsupported(name, value, reason, only)
         options = self.choices.get(name, ())
         for one in value if isinstance(value, list | tuple) else [value]:

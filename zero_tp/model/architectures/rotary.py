@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError, shown
+from zero_tp.base.validation import with_keys
 from zero_tp.model.architectures.spec import Rotary
 
 ROPE_KEYS = {
@@ -49,7 +50,11 @@ ROPE_UNDECLARED: dict[str, Any] = {
 
 ROPE = ("rope_parameters", *ROPE_UNDECLARED)
 
+_LOCAL_BASE = "rope_local_base_freq"
+"""Gemma 3's older name of the sliding layers' rope_theta."""
+
 _LEGACY_ROPE_NAMES = {
+    _LOCAL_BASE: _LOCAL_BASE,
     "rope_theta": "rope_theta",
     "rotary_emb_base": "rope_theta",
     "partial_rotary_factor": "partial_rotary_factor",
@@ -57,13 +62,61 @@ _LEGACY_ROPE_NAMES = {
 }
 
 
-def rotary(config: PretrainedConfig, head_size: int, *, partial_rotary: bool = False) -> Rotary:
+def rotaries(config: PretrainedConfig, head_size: int, **options: Any) -> tuple[Rotary | None, ...]:
+    """Return each layer's rotary positions; layers of one type share theirs.
+
+    `rope_parameters` are those of all layers, or {type of layer: parameters}.
+
+    Args:
+        options: see `rotary`.
+    """
+    parameters = config.rope_parameters
+    if not is_by_type(parameters):
+        return (rotary(config, head_size, **options),) * config.num_hidden_layers
+    for name, value in parameters.items():
+        if name not in config.layer_types and not isinstance(value, Mapping):
+            problem = f"{shown(value)} is refused: {config.model_type} has parameters for each type"
+            raise _rope_error(name, problem, f"give it in rope_parameters.{config.layer_types[0]}")
+    by_type = {
+        kind: _rotary_of_type(config, head_size, kind, options) for kind in set(config.layer_types)
+    }
+    return tuple(by_type[kind] for kind in config.layer_types)
+
+
+def _rotary_of_type(
+    config: PretrainedConfig, head_size: int, kind: str, options: Mapping[str, Any]
+) -> Rotary:
+    key = f"{MODEL_KEY}.rope_parameters"
+    try:
+        return rotary(config, head_size, layer_type=kind, **options)
+    except ConfigError as error:
+        raise with_keys(error, lambda name: name.replace(key, f"{key}.{kind}", 1)) from None
+
+
+def is_by_type(parameters: Mapping[str, Any]) -> bool:
+    """Return whether `rope_parameters` are nested: {type of layer: parameters}."""
+    return "full_attention" in parameters or "sliding_attention" in parameters
+
+
+def rotary(
+    config: PretrainedConfig,
+    head_size: int,
+    *,
+    layer_type: str | None = None,
+    partial_rotary: bool = False,
+    backwards: bool = False,
+    **attributes: Any,
+) -> Rotary:
     """Return the rotary positions of a config, with the frequencies of transformers' functions.
 
     Args:
+        layer_type: reads the parameters of this type of layer.
         partial_rotary: the architecture supports `partial_rotary_factor`.
+        backwards: turn by the negative angles.
+        attributes: others of Rotary.
     """
-    parameters = dict(config.rope_parameters)
+    of_all = config.rope_parameters
+    parameters = dict(of_all if layer_type is None else of_all[layer_type])
     kind = _rope_type(parameters)
     _check_values(parameters, kind)
     rotary_dim = _rotary_dim(config, parameters, head_size, partial_rotary)
@@ -82,12 +135,15 @@ def rotary(config: PretrainedConfig, head_size: int, *, partial_rotary: bool = F
             ).to(device), 1.0
         # transformers passes a tensor, which rounds differently from an int.
         seq_len = None if length is None else torch.tensor(length)
-        inverse, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=seq_len)
+        inverse, scale = ROPE_INIT_FUNCTIONS[kind](
+            config, torch.device("cpu"), seq_len=seq_len, layer_type=layer_type
+        )
         return inverse.to(device), float(scale)
 
     def frequencies(length: int, device: torch.device) -> tuple[Tensor, float]:
         scaled_by_length = kind == "dynamic" and length > config.max_position_embeddings
-        return cached_frequencies(length if scaled_by_length else None, device)
+        inverse, scale = cached_frequencies(length if scaled_by_length else None, device)
+        return (-inverse if backwards else inverse), scale
 
     try:
         # Uncached: models are built inside `deepspeed.zero.Init`, which rounds new tensors to the
@@ -98,7 +154,7 @@ def rotary(config: PretrainedConfig, head_size: int, *, partial_rotary: bool = F
             "", f"{shown(kind)} has no frequencies with these values ({error})", "change them"
         ) from error
     size = 2 * ((rotary_dim + 1) // 2)  # features rotate in pairs
-    return Rotary(frequencies, size, by_length=kind == "dynamic")
+    return Rotary(frequencies, size, by_length=kind == "dynamic", **attributes)
 
 
 def _rope_type(parameters: Mapping[str, Any]) -> str:
@@ -187,7 +243,9 @@ def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> No
         is_old = name in _LEGACY_ROPE_NAMES
         values = {_LEGACY_ROPE_NAMES[name]: value} if is_old else value if name in ROPE else None
         for part, expected in (values or {}).items():
-            actual = config.rope_parameters.get(part)
+            actual = _value_of(config.rope_parameters, part)
+            if isinstance(expected, Mapping) and isinstance(actual, Mapping):
+                actual = {key: actual.get(key) for key in expected}  # the class adds defaults
             if actual != expected:
                 key = name if is_old else f"{name}.{part}"
                 problem = (
@@ -196,6 +254,17 @@ def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> No
                 raise ConfigError(
                     f"{MODEL_KEY}.{key}", problem, f"give it as rope_parameters.{part} alone"
                 )
+
+
+def _value_of(parameters: Mapping[str, Any], part: str) -> Any:
+    """Return a value of `rope_parameters`; of nested ones that of layers with full attention,
+    where the classes put a value of a file that is not nested.
+    """
+    if part == _LOCAL_BASE:
+        return parameters["sliding_attention"].get("rope_theta")
+    if is_by_type(parameters) and part not in parameters:
+        return parameters["full_attention"].get(part)
+    return parameters.get(part)
 
 
 def _rope_error(name: str, problem: str, remedy: str) -> ConfigError:

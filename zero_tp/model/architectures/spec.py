@@ -35,11 +35,17 @@ class Rotary:
             2], factor of cosine and sine).
         size: number of features that rotate, the first ones of each head.
         by_length: the frequencies depend on the sequence length (dynamic scaling).
+        neighbours: features 2i and 2i + 1 turn together, not i and i + size/2.
+        arithmetic: where 16-bit activations are rounded: "activations" rounds cosine, sine and each
+            product; "rounded_tables" cosine and sine, and then only the sum of the fp32 products;
+            "fp32" that sum only.
     """
 
     frequencies: Callable[[int, torch.device], tuple[Tensor, float]]
     size: int
     by_length: bool = False
+    neighbours: bool = False
+    arithmetic: Literal["activations", "rounded_tables", "fp32"] = "activations"
 
 
 @dataclass(frozen=True)
@@ -78,11 +84,17 @@ class TransformerSpec:
         mlps: a name in MLPS for each layer.
         experts: settings of the layers whose MLP is "experts"; `mlp_size` is the width of dense
             MLPs.
-        rotary: settings of the position "rotary".
+        rotaries: for each layer, settings of the position "rotary"; None: it does not rotate.
         activation: the MLP's elementwise function.
         qkv_bias, output_bias, mlp_bias: which linear layers have biases.
         query_key_norm: a norm of queries and keys, over each head's d features ("heads") or all
             heads' ("whole").
+        rotates_before_norm: queries and keys are rotated, then normed.
+        attention_scale: factor of the scores; by default 1/√d.
+        score_cap, logit_cap: limits of scores and logits, cap · tanh(x / cap).
+        logit_scale: factor of the logits.
+        embedding_scale: factor of the word embedding, for a dtype of the activations.
+        residual_scale: factor of a branch's output, of the layer "scaled".
         clip: queries, keys and values are limited to [-clip, clip].
         windows: for each layer, the number of tokens that a token attends to, itself included;
             None: no limit.
@@ -98,6 +110,7 @@ class TransformerSpec:
             look-up.
         init_std: standard deviation of initial weights.
         residual_std: that of the weights that end a residual branch.
+        attention_output_std: that of the attention's output projection; by default residual_std.
     """
 
     hidden: int
@@ -121,13 +134,21 @@ class TransformerSpec:
     residual_std: float
     dropouts: Dropouts
     windows: tuple[int | None, ...]
-    rotary: Rotary | None = None
+    rotaries: tuple[Rotary | None, ...]
     experts: ExpertsSpec | None = None
     layer: str = "sequential"
     query_key_norm: Literal["none", "heads", "whole"] = "none"
     clip: float | None = None
     padding_token: int | None = None
-    attention: Literal["sdpa", "eager"] = "sdpa"
+    attention: Literal["sdpa", "eager", "soft_cap"] = "sdpa"
+    rotates_before_norm: bool = False
+    attention_scale: float | None = None
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    logit_scale: float = 1.0
+    embedding_scale: Callable[[torch.dtype], float] | None = None
+    residual_scale: float = 1.0
+    attention_output_std: float | None = None
     causal: bool = True
     sentence_head: bool = False
     token_types: int = 0
@@ -135,8 +156,13 @@ class TransformerSpec:
     embedding_norm: bool = False
 
     def __post_init__(self) -> None:
-        if (self.position == "rotary") != (self.rotary is not None):
-            raise ValueError(f"position {self.position!r} with rotary {self.rotary}")
+        if self.position != "rotary" and any(self.rotaries):
+            raise ValueError(f"position {self.position!r} with rotaries {self.rotaries}")
+
+    @property
+    def stores_scores(self) -> bool:
+        """Return whether backward keeps the attention's probabilities, s · s a head."""
+        return self.attention != "sdpa"
 
     @property
     def mlp_matrices(self) -> int:
@@ -183,6 +209,8 @@ class TransformerSpec:
             problem = "this model norms Q and K, which undoes a scale of their weights"
         elif self.clip is not None:
             problem = "this model limits Q and K (clip_qkv), so scores do not follow their weights"
+        elif self.score_cap is not None:
+            problem = "this model caps its scores, which bounds them already"
         elif not self.causal:
             problem = "an encoder's rows are padded, and scores of padding would count"
         if problem:

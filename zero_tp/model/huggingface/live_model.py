@@ -102,8 +102,9 @@ def read_live_model(native: Any, class_name: str) -> tuple[PretrainedConfig, Tra
     # The module's, because a forward reads no `pad_token_id`.
     padding: int | None = native.get_submodule(_word_embedding(config)).padding_idx
     spec = replace(architecture.spec(marked), padding_token=padding)
-    if rounded_to is not None and spec.rotary is not None:
-        spec = replace(spec, rotary=_rounded(spec.rotary, rounded_to))
+    if rounded_to is not None:
+        rounded = {rotary: _rounded(rotary, rounded_to) for rotary in spec.rotaries if rotary}
+        spec = replace(spec, rotaries=tuple(one and rounded[one] for one in spec.rotaries))
     return config, spec
 
 

@@ -31,7 +31,7 @@ from transformers import PretrainedConfig
 from zero_tp.base.constants import DTYPES
 from zero_tp.data.batch import AnyBatch, Batch, MaskedBatch
 from zero_tp.model.architectures import architecture_of
-from zero_tp.model.architectures.spec import TransformerSpec
+from zero_tp.model.architectures.spec import Rotary, TransformerSpec
 from zero_tp.model.context import PackedSequences
 from zero_tp.model.model_class import model_class
 from zero_tp.model.parallel_model import ParallelModel
@@ -108,10 +108,10 @@ def fake_micro_batch(
         # The micro-batch that keeps all its activations has the peak.
         if workload.policy.keep_micro_batches:
             recomputed = range(0)
-        windows_and_mlps = enumerate(zip(spec.windows, spec.mlps, strict=True))
+        parts = zip(spec.windows, spec.rotaries, spec.mlps, strict=True)
         kinds = [
-            LayerKind(window, mlp, number in recomputed)
-            for number, (window, mlp) in windows_and_mlps
+            LayerKind(*layer_parts, number in recomputed)
+            for number, layer_parts in enumerate(parts)
         ]
         # A checkpoint on its way to the host is freed up to MAX_COPIES_OUT layers later, so a
         # layer's bytes depend on that many recomputing neighbours.
@@ -124,9 +124,9 @@ def fake_micro_batch(
         representatives = [
             number if all_layers else numbers[context] for number, context in contexts
         ]
-        rotary = spec.rotary
-        if rotary is not None and workload.documents:  # fake positions have no maximum
-            rotary = replace(rotary, by_length=False)
+        rotaries = tuple(kind.rotary for kind in executed)
+        if workload.documents:  # fake positions have no maximum
+            rotaries = tuple(one and replace(one, by_length=False) for one in rotaries)
         windows = tuple(kind.window for kind in executed)
         mlps = tuple(kind.mlp for kind in executed)
         options: dict[str, Any] = {"pack": pack_single_tokens} if spec.causal else {}
@@ -139,7 +139,7 @@ def fake_micro_batch(
             device=device,
             # A generator of the simulated device cannot be made.
             random_device="cpu",
-            spec=replace(spec, layers=len(executed), windows=windows, mlps=mlps, rotary=rotary),
+            spec=replace(spec, layers=len(executed), windows=windows, mlps=mlps, rotaries=rotaries),
         )
         # Dropout's masks are activations: in evaluation mode there are none.
         model.train()
@@ -211,10 +211,11 @@ def fake_tp_topology(tensor: int, sequence: bool) -> Topology:
 class LayerKind(NamedTuple):
     """The properties of a layer that change its bytes.
 
-    They are its attention window, its MLP, and whether it recomputes.
+    They are its attention window, its rotation, its MLP, and whether it recomputes.
     """
 
     window: int | None
+    rotary: Rotary | None
     mlp: str
     recomputes: bool
 

@@ -266,11 +266,7 @@ class PaperMemory:
         """
         layer = self.layer
         policy = self.workload.policy
-        core = (
-            formulas.eager_core
-            if self.model.spec.attention == "eager"
-            else formulas.sdpa_fused_core
-        )
+        core = formulas.eager_core if self.model.spec.stores_scores else formulas.sdpa_fused_core
         if not recomputes or policy.mode == "none":
             return formulas.saved(layer, core)
         # Offloaded checkpoints are in host memory, and the plan counts them there.

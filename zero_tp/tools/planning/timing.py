@@ -248,7 +248,7 @@ class StepTimeEstimator:
             forward_flops(spec, self.workload.batch, self.workload.length).core
             / self.workload.tensor
         )
-        if spec.attention == "eager":
+        if spec.stores_scores:
             # QKᵀ reads Q and K and writes the scores; the second product reads scores and V, and
             # writes an output as large as Q. Together twice the scores, Q and K.
             traffic = 2 * rates.itemsize * (self.layer.scores + self.layer.queries + self._keys)
@@ -288,8 +288,9 @@ class StepTimeEstimator:
         # With TP a row-parallel bias is added after the reduction.
         bias_in_product = self.workload.tensor == 1
         queries, keys = 2 * e * layer.queries, 2 * e * self._keys  # read and written
-        rotated = 0.0 if spec.rotary is None else 2 * (queries + keys)
-        eager = spec.attention == "eager"
+        rotating = sum(rotary is not None for rotary in spec.rotaries) / spec.layers
+        rotated = 2 * (queries + keys) * rotating
+        eager = spec.stores_scores
         transposed = queries + (queries + 2 * keys if eager else 0.0)
         # Forward has softmax, dropout, and `baddbmm`, which copies the mask into its result and
         # adds the product to it.

@@ -6,18 +6,20 @@ from zero_tp.parallel.layout import Replicated
 from zero_tp.parallel.parameter import ConstantInit, ParameterMaker
 
 
-class OffsetRMSNorm(nn.Module):
-    """Gemma's norm: x/rms(x) · (1 + w). [*, h] → [*, h]."""
+class LayerNorm1P(nn.Module):
+    """Nemotron's norm: LayerNorm times 1 + w, plus a bias. [*, h] → [*, h]."""
+
+    parameter_names = ("weight", "bias")
 
     def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, sharded_input: bool):
         super().__init__()
         self.epsilon = epsilon
         layout = Replicated("partial" if sharded_input else "identical")
-        self.weight = make.parameter("weight", (size,), layout, ConstantInit(0.0))
+        self.weight = make.parameter("weight", (size,), layout, ConstantInit(1.0))
+        self.bias = make.parameter("bias", (size,), layout, ConstantInit(0.0))
 
     def forward(self, tensor: Tensor) -> Tensor:
-        normed = F.rms_norm(tensor.float(), self.weight.shape, eps=self.epsilon)
-        return (normed * (1 + self.weight.float())).type_as(tensor)
+        return F.layer_norm(tensor, self.bias.shape, 1 + self.weight, self.bias, self.epsilon)
 
 
-NORMS["offset_rms_norm"] = OffsetRMSNorm
+NORMS["layer_norm_1p"] = LayerNorm1P

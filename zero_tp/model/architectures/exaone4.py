@@ -1,0 +1,38 @@
+"""exaone4 is Hugging Face's Exaone4ForCausalLM: norms after the branches and of each head of Q and
+K; beside layers with a window those without do not rotate.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from transformers import PretrainedConfig
+
+from zero_tp.model.architectures import common
+from zero_tp.model.architectures.rotary import rotary
+from zero_tp.model.architectures.spec import TransformerSpec
+
+FIELDS = common.fields(
+    sizes=("num_key_value_heads", "head_dim", "sliding_window"),
+    choices={"layer_types": (common.FULL, common.SLIDING)},
+    irrelevant={"sliding_window_pattern": "layer_types decides"},
+    undeclared={"head_dim": int},
+)
+
+
+def spec(config: PretrainedConfig) -> TransformerSpec:
+    """Return Llama's spec with this architecture's differences."""
+    shared = rotary(config, common.head_size_of(config))
+    rotates = [
+        config.sliding_window is None or kind == common.SLIDING for kind in config.layer_types
+    ]
+    return common.spec(
+        config,
+        layer="output_norm",
+        query_key_norm="heads",
+        rotaries=tuple(shared if rotating else None for rotating in rotates),
+    )
+
+
+WEIGHTS = partial(common.weights, norms=common.OUTPUT_NORM_NAMES)
+ARCHITECTURE = common.architecture(FIELDS, spec, "Exaone4ForCausalLM", WEIGHTS)
