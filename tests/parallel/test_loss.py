@@ -197,7 +197,8 @@ def cross_entropy(case: Case) -> set[str]:
         divisor=st.none(),
         scale=st.sampled_from([1.0, 0.3]),
         cap=st.sampled_from([None, 2.0]),
-    )
+        # tanh of large logits has no digits left in its slope, in torch neither.
+    ).map(lambda case: case._replace(cap=None) if case.large else case)
 )
 @example(
     Case(4, True, 1, 1, 1, "none", True, -100, 1.0, 1, 0)

@@ -102,12 +102,18 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         factors["attn_logit_softcapping"] = None
     fields |= factors
     fields |= _choices(draw, {name: BOOLEAN for name in flags if name in declared})
-    if "num_experts_per_tok" in declared:
+    if "n_routed_experts" in declared:
+        fields |= _grouped_expert_fields(draw, sizes["layers"])
+        fields |= _choices(draw, {name: BOOLEAN for name in ("use_qk_norm",) if name in declared})
+    elif "moe_k" in declared:
+        del fields["use_bias"]  # refused
+        fields |= _biased_expert_fields(draw, sizes["layers"])
+    elif "num_experts_per_tok" in declared:
         fields |= _expert_fields(draw, model_type, declared, sizes["layers"])
     if "num_key_value_heads" in declared:
         divisors = [count for count in range(1, heads + 1) if heads % count == 0]
         fields["num_key_value_heads"] = draw(st.sampled_from(divisors), label="KV heads")
-    if "head_dim" in declared:
+    if "head_dim" in declared or "head_dim" in ARCHITECTURES[model_type].fields.undeclared:
         # The norm of a head of 2 features is ill-conditioned: transformers' own fp32 gradients are
         # then 1e-5 off.
         fields["head_dim"] = 2 * draw(st.integers(2, 5), label="head size / 2")
@@ -127,7 +133,7 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     if model_type == "seed_oss":  # its class's are 0.1
         fields |= {"residual_dropout": 0.0, "attention_dropout": 0.0}
     head_size = fields.get("head_dim", sizes["hidden"] // heads)
-    if model_type in ("gpt_neox", "phi3", "glm4"):
+    if model_type in ("gpt_neox", "phi3", "glm4", "glm4_moe"):
         shares = [0.5, 1.0] if head_size > 2 else [1.0]
         # transformers' YaRN fails with an odd number of features.
         if rope == "yarn" and head_size % 4 and head_size > 6:
@@ -185,6 +191,44 @@ def _expert_fields(draw: st.DrawFn, model_type: str, declared: Any, layers: int)
         )
         fields["mlp_only_layers"] = sorted(draw(dense, label="dense layers"))
     return fields
+
+
+def _grouped_expert_fields(draw: st.DrawFn, layers: int) -> dict[str, Any]:
+    """Those of experts in groups, of which a token chooses some."""
+    groups = draw(st.integers(1, 3), label="groups")
+    of_group = draw(st.integers(2, 3), label="experts of a group")
+    chosen_groups = draw(st.integers(1, groups), label="groups a token")
+    return {
+        "n_routed_experts": groups * of_group,
+        "n_group": groups,
+        "topk_group": chosen_groups,
+        "num_experts_per_tok": draw(
+            st.integers(1, chosen_groups * of_group), label="experts a token"
+        ),
+        "n_shared_experts": draw(st.integers(1, 2), label="shared experts"),
+        "moe_intermediate_size": 4 * draw(st.integers(1, 8), label="width of an expert"),
+        "first_k_dense_replace": draw(st.integers(0, layers - 1), label="dense layers"),
+        "norm_topk_prob": draw(st.booleans(), label="normalised"),
+        "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5]), label="scale"),
+    }
+
+
+def _biased_expert_fields(draw: st.DrawFn, layers: int) -> dict[str, Any]:
+    """ERNIE's; at least one layer has experts."""
+    count = draw(st.integers(1, 9), label="experts")
+    interval = draw(st.integers(1, layers), label="interval")
+    first = draw(st.integers(0, layers // interval * interval - 1), label="first layer of experts")
+    return {
+        "moe_num_experts": count,
+        "moe_k": draw(st.integers(1, count), label="experts a token"),
+        "moe_num_shared_experts": draw(st.integers(0, 2), label="shared experts"),
+        "moe_intermediate_size": 4 * draw(st.integers(1, 8), label="width of an expert"),
+        "moe_layer_interval": interval,
+        "moe_layer_start_index": first,
+        "moe_norm_min": draw(st.sampled_from([1e-12, 0.9]), label="smallest sum"),
+        "output_router_logits": draw(st.booleans(), label="balanced"),
+        "router_aux_loss_coef": 0.3,
+    }
 
 
 def without_router_logits(model_type: str) -> dict[str, Any]:
@@ -249,7 +293,24 @@ def chooses_by_rounding(model: Any, tokens: torch.Tensor) -> bool:
         return False
     with torch.no_grad():
         routers = model(tokens, output_router_logits=True).router_logits
+    biased = [gate for gate in model.modules() if hasattr(gate, "e_score_correction_bias")]
+    if biased:
+        pairs = zip(biased, routers or (), strict=True)
+        return min(biased_margin(model, gate, logits) for gate, logits in pairs) <= MARGIN
     return min(margin(logits, model.config.num_experts_per_tok) for logits in routers) <= MARGIN
+
+
+def biased_margin(model: Any, gate: Any, logits: torch.Tensor) -> float:
+    """`margin` of the choice of groups, and of experts in them."""
+    if not hasattr(gate, "num_group"):  # ERNIE's probabilities, and their bias
+        (count,) = {module.top_k for module in model.modules() if hasattr(module, "norm_min")}
+        return margin(logits.softmax(-1) + gate.e_score_correction_bias, count)
+    corrected = logits.sigmoid() + gate.e_score_correction_bias
+    by_group = corrected.unflatten(-1, (gate.num_group, -1))
+    scores = by_group.topk(2, -1).values.sum(-1)
+    chosen = scores.topk(gate.topk_group, -1).indices
+    eligible = by_group.gather(1, chosen[..., None].expand(-1, -1, by_group.shape[-1])).flatten(1)
+    return min(margin(scores, gate.topk_group), margin(eligible, gate.top_k))
 
 
 def rounds_little(model: Any, tokens: torch.Tensor) -> bool:

@@ -136,6 +136,31 @@ def _whole_norms(pick: Pick) -> dict[str, Any]:
     return sizes
 
 
+def _grouped_experts(pick: Pick) -> dict[str, Any]:
+    """Each token has 3 experts in 2 of 3 groups, chosen with a bias, and a shared one; the first
+    layer is dense.
+    """
+    sizes = {
+        **_experts("glm4_moe", pick),
+        "head_dim": 4 * pick(1, 3),
+        "attention_bias": True,
+        "moe_intermediate_size": 24 * pick(1, 4),
+        "n_routed_experts": 6,
+        "n_group": 3,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "routed_scaling_factor": 2.0,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    }
+    for name in ("num_experts", "router_aux_loss_coef"):
+        del sizes[name]
+    return sizes
+
+
 ENCODERS: dict[str, Callable[[Pick], dict[str, Any]]] = {
     "encoder, norms after the sums": partial(_encoder, "bert"),
     "encoder, norms before": partial(_encoder, "megatron-bert"),
@@ -145,8 +170,9 @@ EXPERTS: dict[str, Callable[[Pick], dict[str, Any]]] = {
     "shared experts": _shared_experts,
     "experts, norm of each head": _normed_experts,
     "experts, norm of all heads": _whole_norms,
+    "experts in groups": _grouped_experts,
 }
-"""They train the cells in turn. Their loss depends on how rows are split into micro-batches."""
+"""They train the cells in turn. Most losses depend on how rows are split into micro-batches."""
 FAMILIES: dict[str, Callable[[Pick], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "grouped queries": _grouped,

@@ -111,6 +111,7 @@ TRAINED_BY: dict[str, tuple[str, ...]] = {
     "run/config/test_resolve": ("zero_tp.training.tokens",),
     "model/test_compile": ("zero_tp.compile",),
     "engine/test_param_groups": ("zero_tp.param_groups",),
+    "engine/test_bias_update": ("zero_tp.training.router_bias_update_rate",),
     "model/test_model": ("zero_tp.attention",),
     "support/matrix": ("zero_tp.objective.type",),
     "run/test_documents_run": ("zero_tp.data.document_attention",),

@@ -136,6 +136,7 @@ def once_for_equals(check: Callable[..., Any]) -> Callable[..., Any]:
 
     def checked(block: ZeroTP, saved: None = None) -> Any:
         key = f"{block.model} {block.parallel} {block.data} {block.objective} {block.logging}"
+        key += f" {block.training.router_bias_update_rate}"
         if key not in known:
             known[key] = check(block, saved)
         return known[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from zero_tp.model.architectures import architecture_of, file_tensors, native_cl
 from zero_tp.model.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.model.weights.export import live_entries
+from zero_tp.parallel.layout import stored_buffers, stored_tensors
 from zero_tp.parallel.topology import Topology
 
 
@@ -29,7 +31,10 @@ def to_ours(config: PretrainedConfig, theirs: Mapping[str, Tensor]) -> dict[str,
 
 def to_theirs(config: PretrainedConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our whole parameters, or what belongs to each, under the names of Hugging Face's class."""
-    weights = weights_of(config)
+    # Gradients and states are of parameters alone.
+    weights = [
+        weight for weight in weights_of(config) if weight.is_parameter or weight.our_name in ours
+    ]
     stacked = {
         weight.native_name: ours[weight.our_name]
         for weight in weights
@@ -50,9 +55,22 @@ def native_model(config: PretrainedConfig, **options: Any) -> Any:
 def perturbed(model: Any, scale: float = 0.1) -> Any:
     """The model, random everywhere: biases and norms too, so that none is missed."""
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *dict(correction_biases(model)).values()):
             parameter.add_(torch.randn_like(parameter) * scale)
     return model
+
+
+def correction_biases(model: Any) -> list[tuple[str, Tensor]]:
+    """The weights of a transformers model that are buffers, by name."""
+    return [pair for pair in model.named_buffers() if pair[0].endswith("correction_bias")]
+
+
+@torch.no_grad()
+def draw_biases(model: ParallelModel) -> None:
+    """Give the biases of routers values: zeros, as they are drawn, would hide errors."""
+    for name, bias in stored_buffers(model):
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        bias.copy_(0.1 * torch.randn(bias.shape, generator=generator))
 
 
 def our_class(config: PretrainedConfig) -> Any:
@@ -65,14 +83,24 @@ def native_tensors(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) of every parameter of a live model. Collective over all
     ranks.
     """
-    parameters = dict(model.named_parameters())
+    tensors = dict(stored_tensors(model))
     dtype = next(model.parameters()).dtype
-    for entry in live_entries(parameters, model.config, model.topology.tensor_group, dtype):
+    for entry in live_entries(tensors, model.config, model.topology.tensor_group, dtype):
         yield entry.name, entry.read()
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: gradient_of(parameter) for name, parameter in model.named_parameters()}
+    """Of every parameter that is trained: transformers freezes some routers' biases."""
+    named = model.named_parameters()
+    return {name: gradient_of(weight) for name, weight in named if weight.requires_grad}
+
+
+def gradients_to_ours(config: PretrainedConfig, reference: Any) -> dict[str, Tensor]:
+    """The gradients of a Hugging Face model under our names. Routers' biases have none."""
+    theirs = file_tensors(weights_of(config), gradients(reference))
+    weights = [weight for weight in weights_of(config) if weight.is_parameter]
+    assert {name for weight in weights for name in weight.names} == theirs.keys()
+    return {weight.our_name: weight.from_hf(theirs) for weight in weights}
 
 
 def check_gradients(model: ParallelModel, reference: Any) -> int:
@@ -81,13 +109,8 @@ def check_gradients(model: ParallelModel, reference: Any) -> int:
 
     Collective over the model's TP group.
     """
-    theirs = gradients(reference)
-    weights = weights_of(model.config)
-    assert {name for weight in weights for name in weight.names} == file_tensors(
-        weights, theirs
-    ).keys()
     ours = whole_gradients(model)
-    check_close(ours, to_ours(model.config, theirs))
+    check_close(ours, gradients_to_ours(model.config, reference))
     return len(ours)
 
 

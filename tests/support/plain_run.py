@@ -19,11 +19,19 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from tests.support.compare import gradient_of, norm
-from tests.support.decoders import margin
+from tests.support.corrected_routers import gates
+from tests.support.decoders import biased_margin, margin
 from tests.support.encoders import rows_for
 from tests.support.families import SEQUENCE, model_sizes
-from tests.support.native import native_model, our_class, to_theirs
+from tests.support.native import (
+    correction_biases,
+    draw_biases,
+    native_model,
+    our_class,
+    to_theirs,
+)
 from zero_tp.base.constants import IGNORE_INDEX
+from zero_tp.parallel.layout import stored_tensors
 from zero_tp.parallel.topology import Topology
 
 STEPS, MORE_STEPS = 4, 10
@@ -97,10 +105,9 @@ def draw_weights(model: Any, config: Any, seed: int, start: torch.dtype = torch.
     with.
     """
     ours = our_class(config)(config, Topology(world=1), seed=seed, dtype=start)
-    named, drawn = (
-        dict(model.named_parameters()),
-        to_theirs(ours.config, dict(ours.named_parameters())),
-    )
+    draw_biases(ours)
+    named = dict(model.named_parameters()) | dict(correction_biases(model))
+    drawn = to_theirs(ours.config, dict(stored_tensors(ours)))
     assert drawn.keys() == named.keys()
     with torch.no_grad():
         for name, weight in named.items():
@@ -135,7 +142,10 @@ def plain(
     masters = {
         name: nn.Parameter(weight.detach().clone()) for name, weight in model.named_parameters()
     }
+    biases = {name: bias.clone() for name, bias in correction_biases(model)}
     nn.Module.to(model, dtype)
+    for name, bias in biases.items():  # which transformers keeps in fp32
+        model.get_buffer(name).data = bias
     named = dict(model.named_parameters())
     matrices = [weight for weight in masters.values() if weight.ndim > 1]
     flat = [weight for weight in masters.values() if weight.ndim == 1]
@@ -149,7 +159,12 @@ def plain(
     balances: list[float] = []
 
     def record_routers(_: Any, __: Any, output: Any) -> None:
-        if getattr(output, "aux_loss", None) is not None:
+        if biases:
+            routers = zip(gates(model), output.router_logits, strict=True)
+            trace.margin = min(
+                trace.margin, *(biased_margin(model, gate, logits) for gate, logits in routers)
+            )
+        elif getattr(output, "aux_loss", None) is not None:
             balances.append(output.aux_loss.item())
             chosen = model.config.num_experts_per_tok
             trace.margin = min(
@@ -202,7 +217,7 @@ def whole_losses(seed: int, micro_batches: int, model: Any, step: int) -> Iterat
     for part in batch_of(seed, step, model.config.vocab_size).chunk(micro_batches):
         output = model(part[:, :-1])
         loss = F.cross_entropy(output.logits.float().flatten(0, 1), part[:, 1:].flatten())
-        if hasattr(output, "aux_loss"):
+        if getattr(output, "aux_loss", None) is not None:
             loss = loss + model.router_aux_loss_coef * output.aux_loss
         yield loss / micro_batches
 

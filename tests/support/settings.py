@@ -78,7 +78,12 @@ def engine_of(config: RunConfig, **options: Any) -> Any:
     if config.pretrained is not None:
         options.setdefault("source", PretrainedSource(config.pretrained, hf_config))
     topology = grid(run.parallel.tensor, run.parallel.sequence)
-    options = {"seed": run.training.seed, "param_groups": run.param_groups, **options}
+    options = {
+        "seed": run.training.seed,
+        "param_groups": run.param_groups,
+        "router_bias_update_rate": run.training.router_bias_update_rate,
+        **options,
+    }
     return TrainingEngine(hf_config, topology, config.engine_settings, **options)
 
 

@@ -22,6 +22,7 @@ from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.base.settings.schema import Parallel, Spike
 from zero_tp.data.batch import AnyBatch, Batch, as_batch
 from zero_tp.engine import guards
+from zero_tp.engine.bias_update import BiasUpdate
 from zero_tp.engine.param_groups import trainable_of
 from zero_tp.engine.qk_clip import QKClip, check_qk_clip
 from zero_tp.engine.settings.parse import check_settings
@@ -61,6 +62,7 @@ class TrainingEngine:
         spike: bounds on loss and gradient norm; by default none.
         param_groups: parameters with a weight decay or a factor of the rate of their own.
         qk_clip_threshold, qk_clip_alpha: of QK-clip; None: none.
+        router_bias_update_rate: of the routers' biases, see `BiasUpdate`; 0 leaves them.
         compiled: run training's elementwise work in kernels that torch compiles; "auto": on CUDA.
 
     Attributes:
@@ -74,7 +76,7 @@ class TrainingEngine:
 
     Raises:
         UserError: the sizes do not fit the topology, a group of `param_groups` selects nothing or
-            a part of a parameter, or torch can't compile here.
+            a part of a parameter, no router has a bias to update, or torch can't compile here.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class TrainingEngine:
         param_groups: Sequence[ParamGroup] = (),
         qk_clip_threshold: float | None = None,
         qk_clip_alpha: float = 0.5,
+        router_bias_update_rate: float = 0.0,
         compiled: bool | Literal["auto"] = False,
     ):
         self.topology = topology
@@ -118,6 +121,7 @@ class TrainingEngine:
         # A parameter without a layout ends the start here. Later only the norm of gradients or
         # drifting replicas would show it.
         audit(self.model, topology, local_shape)
+        self._bias_update = BiasUpdate(self.model, topology, router_bias_update_rate)
         self.activations = self._activation_memory(settings, recompute)
         self.compiled = is_compiled(compiled, self.device)
         if self.compiled:
@@ -345,9 +349,10 @@ class TrainingEngine:
             self.activations.begin_micro_batch(index)
             guarding = guarded is not None and index == 0
             with (
+                self._bias_update.counting(),
                 guards.check_expert_choices(self.model, self.topology, guarded or 0)
                 if guarding
-                else nullcontext()
+                else nullcontext(),
             ):
                 # Through DeepSpeed's engine: ZeRO-3 gathers parameters in hooks of its forward.
                 output = self._forward(self.deepspeed_engine, batch, **divisors)
@@ -375,6 +380,7 @@ class TrainingEngine:
             self.qk_clip.prepare()
         self.zero.step(self._figures)
         self._norm, self.skipped = self.zero.norm_and_skipped()
+        self._bias_update.apply(self.zero)
         if self.zero.veto.read_figures is not None:
             self._figures = torch.tensor(self.zero.veto.read_figures, dtype=torch.float64)
 

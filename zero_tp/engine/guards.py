@@ -27,7 +27,7 @@ from zero_tp.model.moe import Router
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.parallel.agreement import checksum, differ_over, tensor_bytes
 from zero_tp.parallel.collectives import all_gather
-from zero_tp.parallel.layout import Replicated, layout_of
+from zero_tp.parallel.layout import Replicated, layout_of, stored_tensors
 from zero_tp.parallel.topology import Topology, name_ranks
 
 # On an accelerator, kernels that add in no fixed order can round one rank's gradient differently
@@ -78,7 +78,7 @@ def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
     replicas = {
         # `offload_param` keeps partitions in host memory, which NCCL cannot reduce.
         name: partition_of(parameter).to(parameter.device)
-        for name, parameter in model.named_parameters()
+        for name, parameter in stored_tensors(model)
         if isinstance(layout_of(parameter), Replicated) and partition_of(parameter).numel() > 0
     }
     spreads = []

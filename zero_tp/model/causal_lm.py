@@ -20,7 +20,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.model.context import ForwardInputs, PackedSequences, document_ids_from_positions
 from zero_tp.model.head import OutputLayer
 from zero_tp.model.parallel_model import ParallelModel, check_shape
-from zero_tp.model.router_balance import RouterBalance
+from zero_tp.model.router_balance import ChoiceCount, RouterBalance
 from zero_tp.parallel.parameter import ParameterMaker
 from zero_tp.parallel.topology import Topology
 
@@ -52,6 +52,17 @@ def next_tokens(labels: Tensor) -> Tensor:
     # Labels [5 6 7 8] become targets [6 7 8 -100]: a row's last position predicts nothing.
     targets[:, :-1] = labels[:, 1:]
     return targets
+
+
+def _tokens(
+    input_ids: Tensor, attention_mask: Tensor | None, unpadded_length: int | None
+) -> Tensor | None:
+    """Return 1 for each token of a batch and 0 for its padding, [b, s]; None without padding."""
+    if attention_mask is not None or unpadded_length is None:
+        return attention_mask
+    tokens = torch.ones_like(input_ids)
+    tokens[:, unpadded_length:] = 0
+    return tokens
 
 
 class CausalLM(ParallelModel):
@@ -160,10 +171,18 @@ class CausalLM(ParallelModel):
         # Statistics are for the balancing loss, which is a part of the mean only.
         if targets is not None and not per_token:
             balance = self._router_balance(input_ids, attention_mask, unpadded_length)
+        choice_count = None
+        if self.counts_choices:
+            choice_count = ChoiceCount(_tokens(input_ids, attention_mask, unpadded_length))
         inputs = (input_ids, attention_mask, position_ids, document_ids, cache, token_type_ids)
         hidden, sequence = self.hidden_states(
-            *inputs, balance=balance, unpadded_length=unpadded_length
+            *inputs,
+            balance=balance,
+            choice_count=choice_count,
+            unpadded_length=unpadded_length,
         )
+        if choice_count is not None:
+            choice_count.complete()
         if balance is not None:
             # Before the head, so that its backward runs before those of the layers, whose routers
             # need it.
@@ -185,10 +204,7 @@ class CausalLM(ParallelModel):
         experts = self.spec.experts
         if experts is None or experts.loss_weight is None:
             return None
-        counted = attention_mask
-        if counted is None and unpadded_length is not None:
-            counted = torch.ones_like(input_ids)
-            counted[:, unpadded_length:] = 0
+        counted = _tokens(input_ids, attention_mask, unpadded_length)
         return RouterBalance(experts, counted, self.topology.tensor, input_ids.device)
 
     def _targets(
@@ -248,13 +264,14 @@ class CausalLM(ParallelModel):
         token_type_ids: Tensor | None = None,
         *,
         balance: RouterBalance | None = None,
+        choice_count: ChoiceCount | None = None,
         unpadded_length: int | None = None,
     ) -> tuple[Tensor, bool]:
         """Return the output layer's input, [s, b, h], and whether it is a sequence shard.
         Arguments: see `forward`.
 
         Args:
-            balance: statistics of the routers, for the load-balancing loss.
+            balance, choice_count: see `ForwardInputs`.
         """
         self._check_shapes(
             input_ids,
@@ -280,7 +297,7 @@ class CausalLM(ParallelModel):
         ):
             document_ids = document_ids_from_positions(position_ids.expand(*input_ids.shape))
         packed = None if document_ids is None else self._pack(document_ids, input_ids.device)
-        inputs = ForwardInputs(attention_mask, position_ids, packed, cache, balance)
+        inputs = ForwardInputs(attention_mask, position_ids, packed, cache, balance, choice_count)
         # Sequence first: shards of the sequence are then contiguous, as collectives need them.
         hidden: Tensor = self.transformer(
             input_ids.t().contiguous(), inputs=inputs, types=types, sequence=sequence

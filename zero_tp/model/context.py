@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from zero_tp.model.architectures.spec import Rotary
 from zero_tp.model.position import Rotation
-from zero_tp.model.router_balance import RouterBalance
+from zero_tp.model.router_balance import ChoiceCount, RouterBalance
 
 
 @dataclass(frozen=True)
@@ -209,6 +209,7 @@ class ForwardInputs:
         packed: the documents packed in the rows; a token attends to its own.
         cache: keys and values of earlier tokens; gets the present ones.
         balance: statistics of the routers, for the load-balancing loss.
+        choice_count: counts the experts that tokens choose, for the update of routers' biases.
     """
 
     padding_mask: Tensor | None = None
@@ -216,6 +217,7 @@ class ForwardInputs:
     packed: PackedSequences | None = None
     cache: Cache | None = None
     balance: RouterBalance | None = None
+    choice_count: ChoiceCount | None = None
 
     @property
     def past(self) -> int:
@@ -233,7 +235,7 @@ class ForwardContext:
         rotations: of this forward's positions, for each rotary part of the spec.
         cache: keys and values of earlier tokens, of this rank's KV heads; `update` adds the present
             ones.
-        balance: statistics of the routers, for the load-balancing loss.
+        balance, choice_count: see ForwardInputs.
     """
 
     sequence: bool
@@ -241,3 +243,4 @@ class ForwardContext:
     rotations: Mapping[Rotary, Rotation] = field(default_factory=dict)
     cache: Cache | None = None
     balance: RouterBalance | None = None
+    choice_count: ChoiceCount | None = None

@@ -31,7 +31,10 @@ def layer_products(spec: TransformerSpec) -> float:
     """
     # Queries and the output projection, keys and values.
     attention = spec.hidden * spec.head_size * (2 * spec.heads + 2 * spec.kv_heads)
-    choices = 0 if spec.experts is None else spec.experts.count + (spec.experts.shared > 0)
+    choices = 0
+    if spec.experts is not None:
+        has_gate = spec.experts.shared > 0 and spec.experts.shared_gate
+        choices = spec.experts.count + has_gate
     routers = spec.hidden * choices * len(spec.expert_layers) / spec.layers
     return attention + routers + spec.mlp_matrices * spec.hidden * spec.active_width
 

@@ -11,6 +11,10 @@ operators of arXiv 1909.08053 and 2205.05198.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,7 +22,6 @@ from torch import Tensor, nn
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.context import ForwardContext
 from zero_tp.model.mlp import GatedActivation, GatedMLP
-from zero_tp.model.router_balance import RouterBalance
 from zero_tp.parallel.collectives import (
     Group,
     copy_to_tensor_region,
@@ -31,12 +34,12 @@ from zero_tp.parallel.grouped_linear import (
     Routing,
     RowParallelGroupedLinear,
 )
-from zero_tp.parallel.layout import Replicated, Sharded
-from zero_tp.parallel.parameter import Normal, ParameterMaker
+from zero_tp.parallel.layout import Replicated, Sharded, copy_layout
+from zero_tp.parallel.parameter import ConstantInit, Normal, ParameterMaker
 
 
-class Router(nn.Module):
-    """Choose each token's experts: a linear layer, softmax in fp32, the k most probable.
+class Router(nn.Module, ABC):
+    """Choose each token's experts by the logits of a linear layer. ROUTERS has the ways.
 
     Its weight is replicated. A rank has only its part of the experts' outputs, and under SP only
     its tokens, so the gradient is partial.
@@ -53,7 +56,7 @@ class Router(nn.Module):
         )
 
     def forward(
-        self, tensor: Tensor, balance: RouterBalance | None, *, group: Group, sequence: bool
+        self, tensor: Tensor, context: ForwardContext, *, group: Group
     ) -> tuple[Tensor, Tensor]:
         """Return the weights and indices of each token's experts.
 
@@ -66,17 +69,166 @@ class Router(nn.Module):
         # Under SP one rank computes a token's logits and all ranks choose by its bits: ranks that
         # chose differently would add up parts of different experts. The gather sends E numbers a
         # token, not h.
-        logits = F.linear(tensor.flatten(0, 1), self.weight)
-        if sequence:
+        logits = self.logits(tensor.flatten(0, 1))
+        if context.sequence:
             logits = gather_from_sequence_region(logits, group)
-        # In fp32 for every dtype, as in transformers' routers.
-        probabilities = logits.softmax(-1, dtype=torch.float32)
-        if balance is not None:
-            balance.observe(logits, probabilities)
-        weights, chosen = probabilities.topk(self.experts.per_token, dim=-1)
+        scores = self.scores(logits)
+        if context.balance is not None:
+            context.balance.observe(logits, scores)
+        weights, chosen = self.choose(scores)
+        return weights, chosen
+
+    def logits(self, tensor: Tensor) -> Tensor:
+        return F.linear(tensor, self.weight)
+
+    @abstractmethod
+    def scores(self, logits: Tensor) -> Tensor:
+        """Return each expert's score in fp32, for every dtype as in transformers' routers."""
+
+    @abstractmethod
+    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and indices of the k experts that a token's scores choose.
+
+        fp32 [n, E] → fp32 [n, k], int64 [n, k].
+        """
+
+
+class SoftmaxRouter(Router):
+    """The k most probable experts, weighted by their probabilities."""
+
+    def scores(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1, dtype=torch.float32)
+
+    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen = scores.topk(self.experts.per_token, dim=-1)
         if self.experts.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights, chosen
+
+
+class CorrectedRouter(Router):
+    """A router whose choice alone adds a bias to the scores (arXiv 2408.15664).
+
+    No gradient reaches the bias, and no optimizer has it: `engine/bias_update.py` moves it by how
+    often its expert was chosen. As in transformers' classes it and the logits are fp32 in every
+    dtype, because bf16 has steps of 2^-8 near 1, and an update is 0.001.
+
+    Attributes:
+        correction_bias: a part of the weights, fp32 [E] or [1, E].
+        choices: the number of tokens that chose each expert since the last update, int64 [E].
+    """
+
+    correction_bias: Tensor
+    choices: Tensor
+    bias_dimensions: ClassVar[int] = 1
+    """Of the bias in transformers' class; all but the last have one element."""
+
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec):
+        super().__init__(make, spec)
+        count = self.experts.count
+        shape = (1,) * (self.bias_dimensions - 1) + (count,)
+        self.register_buffer(
+            "correction_bias", make.buffer("correction_bias", shape, ConstantInit(0.0))
+        )
+        choices = torch.zeros(count, dtype=torch.int64, device=make.device)
+        self.register_buffer("choices", choices, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move or cast the module; the bias keeps its dtype and layout."""
+        exact = self.correction_bias
+        super()._apply(fn, recurse)
+        moved = exact.to(self.correction_bias.device)
+        copy_layout(exact, moved)
+        self.correction_bias = moved
+        return self
+
+    def forward(
+        self, tensor: Tensor, context: ForwardContext, *, group: Group
+    ) -> tuple[Tensor, Tensor]:
+        weights, chosen = super().forward(tensor, context, group=group)
+        if context.choice_count is not None:
+            context.choice_count.add(chosen, self.choices)
+        return weights, chosen
+
+    def logits(self, tensor: Tensor) -> Tensor:
+        return F.linear(tensor.float(), self.weight.float())
+
+    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        corrected = self.eligible(scores.detach() + self.correction_bias)
+        chosen = corrected.topk(self.experts.per_token, dim=-1, sorted=False).indices
+        # The weights are the scores, without the bias.
+        return self.weigh(scores.gather(1, chosen)), chosen
+
+    def eligible(self, corrected: Tensor) -> Tensor:
+        """Return the corrected scores [n, E], -inf for experts that may not be chosen."""
+        return corrected
+
+    @abstractmethod
+    def weigh(self, chosen_scores: Tensor) -> Tensor:
+        """Return the weights of the chosen experts, fp32 [n, k]."""
+
+
+class SigmoidRouter(CorrectedRouter):
+    """DeepSeek-V3's router: scores by a sigmoid, experts of the best groups only (arXiv
+    2412.19437, section 2.1.2).
+
+    Of E experts in G groups, a group's score is the sum of its two best. With G 3, 1 group a token:
+
+        corrected    .9 .1 | .6 .5 | .8 .2        groups    1.0  1.1  1.0
+        eligible     -  -  | .6 .5 | -  -         the best expert of all is not chosen
+    """
+
+    def scores(self, logits: Tensor) -> Tensor:
+        return logits.sigmoid()
+
+    def eligible(self, corrected: Tensor) -> Tensor:
+        groups = self.experts.groups
+        chosen_groups = self.experts.groups_per_token
+        if chosen_groups == groups:
+            return corrected
+        by_group = corrected.unflatten(-1, (groups, -1))
+        best = by_group.topk(2, dim=-1).values.sum(-1).topk(chosen_groups, dim=-1, sorted=False)
+        is_chosen = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(
+            1, best.indices, True
+        )
+        return by_group.masked_fill(~is_chosen.unsqueeze(-1), float("-inf")).flatten(1)
+
+    def weigh(self, chosen_scores: Tensor) -> Tensor:
+        weights = chosen_scores
+        if self.experts.normalised:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.experts.scale
+
+
+class BiasedSoftmaxRouter(CorrectedRouter):
+    """ERNIE 4.5's router: probabilities, and a bias for the choice.
+
+    Its weights always sum to 1 before they are rounded to the activations' dtype, unless their sum
+    is below `smallest_sum`.
+    """
+
+    bias_dimensions = 2
+
+    def forward(
+        self, tensor: Tensor, context: ForwardContext, *, group: Group
+    ) -> tuple[Tensor, Tensor]:
+        weights, chosen = super().forward(tensor, context, group=group)
+        return weights.to(tensor.dtype).float(), chosen
+
+    def scores(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1, dtype=torch.float32)
+
+    def weigh(self, chosen_scores: Tensor) -> Tensor:
+        total = chosen_scores.sum(-1, keepdim=True)
+        return chosen_scores / total.clamp(min=self.experts.smallest_sum)
+
+
+ROUTERS: dict[str, type[Router]] = {
+    "softmax": SoftmaxRouter,
+    "sigmoid": SigmoidRouter,
+    "biased_softmax": BiasedSoftmaxRouter,
+}
+"""Name of a router in a spec → its class."""
 
 
 class SharedExpert(GatedMLP):
@@ -109,11 +261,10 @@ class Experts(nn.Module):
         assert spec.experts is not None
         count = spec.experts.count
         size = spec.experts.size
-        shared = spec.experts.shared
         init = Normal(spec.init_std)
         residual_init = Normal(spec.residual_std)
         self.topology = make.topology
-        self.router = Router(make.child("router"), spec)
+        self.router = ROUTERS[spec.experts.router](make.child("router"), spec)
         # Gate and up are two parts, each split by itself, so that a rank's gate columns meet their
         # own up columns. With TP 2 and experts of width 4 a rank holds of every expert:
         #                         rank 0         rank 1
@@ -128,7 +279,10 @@ class Experts(nn.Module):
         self.down = RowParallelGroupedLinear(
             make.child("down"), count, size, spec.hidden, rows, residual_init
         )
-        self.shared = SharedExpert(make.child("shared"), spec, shared) if shared else None
+        self.shared: GatedMLP | None = None
+        if spec.experts.shared:
+            shared = SharedExpert if spec.experts.shared_gate else GatedMLP
+            self.shared = shared(make.child("shared"), spec, spec.experts.shared)
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
         routed = self._routed_output(tensor, context)
@@ -152,7 +306,7 @@ class Experts(nn.Module):
         # Under SP the backward of g sums the logits' gradients, and `gate_up` gathers by itself.
         if not sequence:
             tensor = copy_to_tensor_region(tensor, group)
-        weights, chosen = self.router(tensor, context.balance, group=group, sequence=sequence)
+        weights, chosen = self.router(tensor, context, group=group)
         routing = Routing.from_groups(chosen, self.router.experts.count)
         intermediate = self.gate_up(tensor, routing, sequence=sequence)
         # The rows of all tokens become [s, b, h] by their b: under SP `tensor` has only s/t.

@@ -72,6 +72,8 @@ class ParallelModel(WrapperChecks, ABC):
 
     causal: ClassVar[bool]
     """Whether the model's architectures are causal decoders."""
+    counts_choices = False
+    """Whether forwards count the experts that tokens choose (`engine/bias_update.py` sets it)."""
     generation_config: Any = None  # transformers' classes declare its type
 
     def __init__(self, config: PretrainedConfig, topology: Topology | None = None, **options: Any):

@@ -1,9 +1,10 @@
-"""The load-balancing loss of all routers in one forward (arXiv 2101.03961, equations 4 to 6).
+"""Statistics of all routers in one forward: the load-balancing loss (arXiv 2101.03961, equations 4
+to 6), and the choices by which routers' biases are updated.
 
-It is transformers' `load_balancing_loss_func`: E · Σₑ fₑ Pₑ. fₑ counts an expert's choices, Pₑ sums
-its probabilities over the tokens of all layers; both are divided by the number of these tokens. As
-in transformers, each micro-batch of a replica has its own loss, because it is not linear in fₑ and
-Pₑ. DeepSpeed averages over micro-batches and DP ranks.
+The loss is transformers' `load_balancing_loss_func`: E · Σₑ fₑ Pₑ. fₑ counts an expert's choices,
+Pₑ sums its probabilities over the tokens of all layers; both are divided by the number of these
+tokens. As in transformers, each micro-batch of a replica has its own loss, because it is not linear
+in fₑ and Pₑ. DeepSpeed averages over micro-batches and DP ranks.
 """
 
 from __future__ import annotations
@@ -114,3 +115,29 @@ class RouterBalance:
         self._is_counted = True
         outputs: tuple[Tensor, Tensor] = _Loss.apply(hidden, self)
         return outputs
+
+
+class ChoiceCount:
+    """Count the tokens of one forward that choose each expert of a layer, without padding.
+
+    As in `RouterBalance`, a router that runs again in backward is not counted again.
+
+    Args:
+        mask: [b, s], 1 for a token and 0 for padding; None without padding.
+    """
+
+    def __init__(self, mask: Tensor | None):
+        # [s·b, 1], in the routers' order.
+        self._mask = None if mask is None else mask.t().long().reshape(-1, 1)
+        self._is_complete = False
+
+    def add(self, chosen: Tensor, choices: Tensor) -> None:
+        """Add the tokens' chosen experts, [n, k], to a router's counts `choices`, int64 [E]."""
+        if self._is_complete:
+            return
+        ones = torch.ones_like(chosen) if self._mask is None else self._mask.expand_as(chosen)
+        choices.scatter_add_(0, chosen.flatten(), ones.flatten())
+
+    def complete(self) -> None:
+        """End the count: what runs after this is recomputation."""
+        self._is_complete = True

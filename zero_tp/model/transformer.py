@@ -312,7 +312,9 @@ class Transformer(nn.Module):
             rotary: compute_rotation(rotary, positions, total_length, like.dtype)
             for rotary in rotaries
         }
-        return ForwardContext(sequence, masks, rotations, cache, inputs.balance)
+        return ForwardContext(
+            sequence, masks, rotations, cache, inputs.balance, inputs.choice_count
+        )
 
     def _scaled_length(self, length: int) -> int:
         """Return the length that dynamic scaling of rotary frequencies uses in this forward.

@@ -6,7 +6,7 @@ DeepSpeed's norm needs, import, export, resharding and memory estimates all read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import ClassVar, Literal
@@ -137,7 +137,7 @@ MARKS = ("tensor_model_parallel", "model_parallel")
 
 
 def set_layout(
-    parameter: nn.Parameter, name: str, layout: Layout, whole_shape: Sequence[int], tensor_size: int
+    parameter: Tensor, name: str, layout: Layout, whole_shape: Sequence[int], tensor_size: int
 ) -> None:
     """Set the parameter's layout, and on a shard the MARKS, without which gradients are clipped
     wrongly.
@@ -153,7 +153,7 @@ def set_layout(
             setattr(parameter, mark, True)
 
 
-def copy_layout(parameter: nn.Parameter, other: nn.Parameter) -> None:
+def copy_layout(parameter: Tensor, other: Tensor) -> None:
     """Give `other`, a copy of the parameter, its layout, name and marks. torch copies no
     attributes of a parameter.
     """
@@ -162,7 +162,7 @@ def copy_layout(parameter: nn.Parameter, other: nn.Parameter) -> None:
             setattr(other, attribute, getattr(parameter, attribute))
 
 
-def layout_of(parameter: nn.Parameter, name: str = "the parameter") -> Layout:
+def layout_of(parameter: Tensor, name: str = "the parameter") -> Layout:
     """Return the parameter's layout. Raises UserError, naming `name`, if it has none."""
     layout: Layout | None = getattr(parameter, "tensor_layout", None)
     if layout is None:
@@ -174,24 +174,40 @@ def layout_of(parameter: nn.Parameter, name: str = "the parameter") -> Layout:
     return layout
 
 
-def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     """Return the shape of the whole parameter, without vocabulary padding."""
     shape: tuple[int, ...] = parameter.whole_shape  # type: ignore[attr-defined]
     return shape
 
 
+def stored_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, buffer) of those that are a part of the weights: `ParameterMaker.buffer` made
+    them. Files and checkpoints have them, gradients and optimizers do not.
+    """
+    for name, buffer in model.named_buffers():
+        if hasattr(buffer, "tensor_layout"):
+            yield name, buffer
+
+
+def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of all that a file of weights has: parameters, then `stored_buffers`."""
+    yield from model.named_parameters()
+    yield from stored_buffers(model)
+
+
 def audit(
     model: nn.Module,
     topology: Topology,
-    local_shape: Callable[[nn.Parameter], Sequence[int]] = attrgetter("shape"),
+    local_shape: Callable[[Tensor], Sequence[int]] = attrgetter("shape"),
 ) -> None:
-    """Check every parameter's layout, name, shape, marks and kind of gradient.
+    """Check the layout, name, shape, marks and kind of gradient of all parameters, and of the
+    buffers that files have.
 
     Args:
         local_shape: returns the shape of a parameter's TP shard; under ZeRO-3 the parameter itself
             may be empty.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in stored_tensors(model):
         layout = layout_of(parameter, f"parameter {name}")
         init_name = getattr(parameter, "init_name", None)
         # The maker's name seeds the initial values and finds them in files; checkpoints use the

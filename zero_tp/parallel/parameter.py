@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_tp.parallel.collectives import Group, group_rank, group_size
-from zero_tp.parallel.layout import Layout, set_layout
+from zero_tp.parallel.layout import Layout, Replicated, set_layout
 from zero_tp.parallel.spans import zero_padding
 from zero_tp.parallel.topology import Topology
 
@@ -197,15 +197,32 @@ class ParameterMaker:
         self, name: str, whole: Sequence[int], layout: Layout, init: Init
     ) -> nn.Parameter:
         """Make this rank's shard of the parameter `name` whose whole shape is `whole`."""
+        local = self._tensor(name, whole, layout, init, self.dtype)
+        parameter = nn.Parameter(local)
+        set_layout(parameter, self.prefix + name, layout, whole, self.topology.tensor)
+        return parameter
+
+    def buffer(self, name: str, whole: Sequence[int], init: ConstantInit) -> Tensor:
+        """Make a part of the weights that no gradient changes: the same fp32 tensor on all ranks.
+
+        The module registers it as a buffer, and keeps it in fp32 when it is cast.
+        """
+        layout = Replicated()
+        buffer = self._tensor(name, whole, layout, init, torch.float32)
+        set_layout(buffer, self.prefix + name, layout, whole, self.topology.tensor)
+        return buffer
+
+    def _tensor(
+        self, name: str, whole: Sequence[int], layout: Layout, init: Init, dtype: torch.dtype
+    ) -> Tensor:
         full_name = self.prefix + name
         try:
             shape = layout.local_shape(whole, self.topology.tensor)
         except ValueError as error:
             raise ValueError(f"parameter {full_name}: {error}") from error
         with torch.no_grad():
-            local = torch.empty(shape, dtype=self.dtype, device=self.device)
+            # Cast again, because zero.Init makes every new tensor in the model's dtype.
+            local = torch.empty(shape, dtype=dtype, device=self.device).to(dtype)
             if local.device.type != "meta":
                 self.source.fill(local, full_name, whole, layout, init, self.topology)
-        parameter = nn.Parameter(local)
-        set_layout(parameter, full_name, layout, whole, self.topology.tensor)
-        return parameter
+        return local

@@ -79,6 +79,15 @@ def test_parameters_of_experts_and_the_active_ones_are_the_published_ones(
     assert model.active_parameters == pytest.approx(active * 1e9, rel=0.02)
 
 
+def test_glm_4_5_air_has_106_billion_parameters_of_which_12_compute_a_token() -> None:
+    """Its embeddings are in no active parameters that are published."""
+    config = RunConfig.load(CONFIGS / "glm4.5_air.json", (), 128)
+    model = model_size(config.hf_config(), config.zero_tp.parallel.tensor, True)
+    embeddings = 2 * model.spec.vocabulary * model.spec.hidden
+    assert 106 <= model.num_parameters / 1e9 < 107
+    assert 12 <= (model.active_parameters - embeddings) / 1e9 < 12.5
+
+
 def test_a_plan_of_experts_prints_its_assumption() -> None:
     experts = plan(RunConfig.load(CONFIGS / "olmoe_small.json", (), 4), named_device("cpu", 4))
     text = report.describe(experts)

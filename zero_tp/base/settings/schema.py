@@ -172,6 +172,11 @@ class Training(ConfigModel):
     qk_clip_alpha: float = Field(
         0.5, ge=0, le=1, description="The share of QK-clip's scale, as an exponent, that Q gets."
     )
+    router_bias_update_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        0.0,
+        description="After each step, move the bias of each expert by this much towards an equal "
+        "load; 0: the biases stay, as in transformers ([experts.md](experts.md)).",
+    )
     timeout_minutes: Minutes | Timeouts = Field(
         30, description="Limit of one collective, in minutes; or of each phase without progress."
     )

@@ -33,6 +33,7 @@ from zero_tp.engine.zero.zero_engine import Trainable, ZeroEngine
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import COMPILED
 from zero_tp.parallel.gradients import clip_gradients, gradient_norm, sum_of_squares
+from zero_tp.parallel.layout import stored_tensors
 from zero_tp.parallel.spans import Span
 from zero_tp.parallel.topology import Topology
 
@@ -336,13 +337,13 @@ class PartitionedParameters(ZeroEngine):
 
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights that stay gathered: those smaller than
-        `stage3_param_persistence_threshold`.
+        `stage3_param_persistence_threshold`, and buffers.
         """
         # All other weights are partitions, of which each element is on one DP rank only.
         resident = {id(parameter) for parameter in self.optimizer.persistent_parameters}
-        for name, weight in super().replicated_tensors():
-            if id(self.model.get_parameter(name)) in resident:
-                yield name, weight
+        for name, tensor in stored_tensors(self.model):
+            if id(tensor) in resident or not isinstance(tensor, nn.Parameter):
+                yield name, tensor.detach()
 
     def construction(self) -> AbstractContextManager[Any]:
         # zero.Init reads the DP size from deepspeed.comm before it initialises deepspeed.comm.

@@ -149,7 +149,7 @@ def _replay_cpu_adam(adam: Any, steps: int) -> None:
         )
 
 
-def partition_of(parameter: nn.Parameter) -> Tensor:
+def partition_of(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter's TP shard: its DP partition under ZeRO-3, else the
     whole shard.
     """
@@ -157,6 +157,6 @@ def partition_of(parameter: nn.Parameter) -> Tensor:
     return partition.detach()
 
 
-def local_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+def local_shape(parameter: Tensor) -> tuple[int, ...]:
     """Return the shape of a parameter's TP shard, also while ZeRO-3 has it partitioned."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

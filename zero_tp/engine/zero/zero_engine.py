@@ -21,6 +21,7 @@ from zero_tp.engine.zero.loss_scale import LossScale
 from zero_tp.engine.zero.lr_schedules import scale_rates, set_schedule, transformers_schedule
 from zero_tp.engine.zero.states import OptimizerStates
 from zero_tp.engine.zero.veto import StepVeto
+from zero_tp.parallel.layout import stored_tensors
 from zero_tp.parallel.topology import Topology
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ class ZeroEngine(ABC):
         """Yield (name, tensor) of what is equal on all DP ranks between updates: the module's
         weights.
         """
-        yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+        yield from ((name, tensor.detach()) for name, tensor in stored_tensors(self.model))
 
     @abstractmethod
     def fragments(self) -> Iterator[Fragment]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -329,7 +330,12 @@ GATED_MLP = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 
 
 def expert_weights(
-    spec: TransformerSpec, block: str, linears: Mapping[str, tuple[str, ...]]
+    spec: TransformerSpec,
+    block: str,
+    linears: Mapping[str, tuple[str, ...]],
+    shared: str,
+    correction_bias: str,
+    native_correction_bias: str,
 ) -> Iterator[Weight]:
     """Yield the weights of routers and experts: files have one tensor an expert, transformers'
     classes stack them.
@@ -344,6 +350,16 @@ def expert_weights(
         native_name=f"{HF_LAYER}mlp.gate.weight",
         layers=layers,
     )
+    if correction_bias:
+        yield Weight(
+            f"{OUR_LAYER}mlp.router.correction_bias",
+            f"{HF_LAYER}mlp.{correction_bias}",
+            native_name=f"{HF_LAYER}mlp.{native_correction_bias}"
+            if native_correction_bias
+            else None,
+            dtype=torch.float32,
+            layers=layers,
+        )
     for our_name, names in linears.items():
         experts = [f"{HF_LAYER}{block}.experts.{number}" for number in range(count)]
         # In the order of our rows: gate and up of expert 0, gate and up of expert 1, and so on.
@@ -358,11 +374,11 @@ def expert_weights(
         )
     if spec.experts.shared:
         for our_name, hf_names in GATED_MLP.items():
-            names = tuple(f"mlp.shared_expert.{name}" for name in hf_names)
+            names = tuple(f"mlp.{shared}.{name}" for name in hf_names)
             yield from layer_weights(f"mlp.shared.{our_name}", *names, bias=False, layers=layers)
-        yield Weight(
-            f"{OUR_LAYER}mlp.shared.gate", f"{HF_LAYER}mlp.shared_expert_gate.weight", layers=layers
-        )
+        if spec.experts.shared_gate:
+            gate = f"{HF_LAYER}mlp.{shared}_gate.weight"
+            yield Weight(f"{OUR_LAYER}mlp.shared.gate", gate, layers=layers)
 
 
 def weights(
@@ -373,6 +389,9 @@ def weights(
     norms: Mapping[str, str] = NORM_NAMES,
     block: str = "mlp",
     linears: Mapping[str, tuple[str, ...]] = GATED_MLP,
+    shared: str = "shared_expert",
+    correction_bias: str = "",
+    native_correction_bias: str = "",
 ) -> tuple[Weight, ...]:
     """Return every parameter of a model of this spec.
 
@@ -382,6 +401,9 @@ def weights(
         norms: those of a layer, our name → Hugging Face's.
         block: name of the mixture of experts in files, such as `block_sparse_moe`.
         linears: linear layers of one expert, our name → Hugging Face's.
+        shared: name of the shared expert in a layer's MLP.
+        correction_bias: name of the routers' bias in a layer's MLP; empty if they have none.
+        native_correction_bias: its name in the class, if that differs.
     """
     listed = [EMBEDDING]
     listed += attention_weights(spec) if attention is None else attention
@@ -394,7 +416,8 @@ def weights(
         )
     listed += [*norm_weights(spec, "transformer.final_norm", "model.norm"), HEAD]
     if spec.experts is not None:
-        listed += expert_weights(spec, block, linears)
+        biases = (correction_bias, native_correction_bias)
+        listed += expert_weights(spec, block, linears, shared, *biases)
     return tuple(listed)
 
 
@@ -403,8 +426,13 @@ def architecture(
     spec: Callable[[PretrainedConfig], TransformerSpec],
     native_class: str,
     weights: Callable[[TransformerSpec], tuple[Weight, ...]] = weights,
+    obsolete_tensors: tuple[str, ...] = (),
 ) -> Architecture:
-    """Return the table of a decoder whose weights have Llama's names, or `weights`."""
+    """Return the table of a decoder whose weights have Llama's names, or `weights`.
+
+    Args:
+        obsolete_tensors: more than those of every decoder.
+    """
     return Architecture(
         fields=fields,
         translate=spec,
@@ -413,6 +441,7 @@ def architecture(
         native_class=native_class,
         base_prefix="model.",
         obsolete_tensors=(
-            r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
-        ),  # computed from the config
+            r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # computed from the config
+            *obsolete_tensors,
+        ),
     )

@@ -125,6 +125,8 @@ def _check_sizes(fields: dict[str, Any], aliases: dict[str, str]) -> None:
         aliases.get("num_hidden_layers"),
         "num_experts",
         "num_local_experts",
+        "n_routed_experts",
+        "moe_num_experts",
     }
     collector = ErrorCollector()
     for name, value in fields.items():

@@ -59,6 +59,12 @@ class ExpertsSpec:
         normalised: the weights of a token's experts sum to 1.
         loss_weight: coefficient of the load-balancing loss; None disables it.
         shared: width of the expert that computes every token; 0 means none.
+        shared_gate: a sigmoid of the token scales the shared expert's output.
+        router: name in ROUTERS (model/moe.py).
+        groups, groups_per_token: the experts of a layer are in groups of equal size, and a token
+            has experts of that many of them; 1 and 1: it chooses among all.
+        scale: factor of the weights, after they are normalised.
+        smallest_sum: of a token's weights, by which the router "biased_softmax" divides them.
     """
 
     count: int
@@ -67,6 +73,12 @@ class ExpertsSpec:
     normalised: bool
     loss_weight: float | None
     shared: int = 0
+    shared_gate: bool = True
+    router: str = "softmax"
+    groups: int = 1
+    groups_per_token: int = 1
+    scale: float = 1.0
+    smallest_sum: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -181,6 +193,11 @@ class TransformerSpec:
     def expert_layers(self) -> tuple[int, ...]:
         """Return the numbers of the layers whose MLP is a mixture of experts."""
         return tuple(number for number, mlp in enumerate(self.mlps) if mlp == "experts")
+
+    @property
+    def has_correction_bias(self) -> bool:
+        """Return whether routers add a bias to the scores by which they choose."""
+        return self.experts is not None and self.experts.router != "softmax"
 
     @property
     def dense_layers(self) -> tuple[int, ...]:

@@ -35,6 +35,7 @@ class Weight:
         native_name: its name in transformers' class if files differ; `hf_name` is then the name in
             files. The class stacks experts as we do; files have one tensor for each.
         layers: numbers of the layers that have it; None: all.
+        dtype: in files, of a weight that is a buffer in our model; None: that of all others.
     """
 
     our_name: str
@@ -45,10 +46,16 @@ class Weight:
     experts: int | None = None
     native_name: str | None = None
     layers: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.hf_name,) if isinstance(self.hf_name, str) else self.hf_name
+
+    @property
+    def is_parameter(self) -> bool:
+        """Return whether our model trains it; a buffer has the same dtype in every run."""
+        return self.dtype is None
 
     def for_layer(self, number: int) -> Weight:
         hf_names = tuple(name.format(layer=number) for name in self.names)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -96,7 +96,8 @@ def read_live_model(native: Any, class_name: str) -> tuple[PretrainedConfig, Tra
     _check_loss(native, reference)
     dropouts = _check_modules(native, reference, _word_embedding(config), markers)
     _check_parameters(native, reference, architecture)
-    rounded_to = _check_buffers(native, reference)
+    weights = {name for weight in weights_of(config) for name in weight.names}
+    rounded_to = _check_buffers(native, reference, weights)
     for field, p in dropouts.items():
         setattr(marked, field, p)
     # The module's, because a forward reads no `pad_token_id`.
@@ -358,11 +359,17 @@ def _check_parameters(native: Any, reference: Any, architecture: Architecture) -
             raise _refusal(name, f"is missing; a {type(reference).__name__} of its config has it")
 
 
-def _check_buffers(native: Any, reference: Any) -> torch.dtype | None:
+def _check_buffers(native: Any, reference: Any, weights: Set[str]) -> torch.dtype | None:
     """Compare the buffers' values; return the narrower dtype to which a cast has rounded rotary
     frequencies.
+
+    Args:
+        weights: names of tensors that are weights, whose values no config gives.
     """
-    live, expected = (dict(model.named_buffers()) for model in (native, reference))
+    live, expected = (
+        {name: buffer for name, buffer in model.named_buffers() if name not in weights}
+        for model in (native, reference)
+    )
     rounded_to = None
     for name in (*expected, *live):
         buffer = live.get(name)

@@ -25,7 +25,7 @@ from zero_tp.model.parallel_model import ParallelModel, parse_dtype
 from zero_tp.model.weights.export import MAX_SHARD_SIZE, save_pretrained, save_state_dict
 from zero_tp.model.weights.live_weights import load_native
 from zero_tp.model.weights.load import PretrainedSource
-from zero_tp.parallel.layout import layout_of
+from zero_tp.parallel.layout import layout_of, stored_buffers, stored_tensors
 from zero_tp.parallel.topology import Topology
 
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
@@ -104,7 +104,7 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         Trainer loads the files of its own checkpoints one by one. Native names need a model that is
         not split.
         """
-        own = dict(self.named_parameters(remove_duplicate=False))
+        own = dict(self.named_parameters(remove_duplicate=False)) | dict(stored_buffers(self))
         # Our names are loaded as by torch, and ParallelModel refuses `assign`.
         if assign or not state_dict or state_dict.keys() & own.keys():
             return super().load_state_dict(state_dict, strict, assign)
@@ -158,7 +158,7 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
                     f"save_pretrained: {name} is not built: it writes one directory of safetensors"
                 )
         self.check_config()
-        parameters = dict(self.named_parameters())
+        parameters = dict(stored_tensors(self))
         config = self._config_with_ties(state_dict)
         for name, parameter in parameters.items() if state_dict is None else ():
             layout_of(parameter, f"save_pretrained: {name}")

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_tp.base.errors import UserError, shown
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.model.weights.export import whole_parameter
-from zero_tp.parallel.layout import Layout, layout_of, whole_shape
+from zero_tp.parallel.layout import Layout, layout_of, stored_tensors, whole_shape
 from zero_tp.parallel.parameter import Init, SeededInit
 from zero_tp.parallel.topology import Topology
 
@@ -23,7 +23,7 @@ class ResizedSource:
         by_mean: a new row is the mean of the old rows; otherwise it is initialised from the seed.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], seed: int, *, by_mean: bool):
+    def __init__(self, parameters: Mapping[str, Tensor], seed: int, *, by_mean: bool):
         self._parameters = parameters
         self._seeded_init = SeededInit(seed)
         self.by_mean = by_mean
@@ -61,7 +61,7 @@ def resize_vocabulary(model: ParallelModel, tokens: int, *, by_mean: bool) -> No
 
     Parameters are replaced, so resize before an optimizer or engine exists.
     """
-    old = dict(model.named_parameters())
+    old = dict(stored_tensors(model))
     if tokens < 1:
         raise UserError(f"resize_token_embeddings: {tokens} tokens; a vocabulary has at least one")
     if any(hasattr(parameter, "ds_tensor") for parameter in old.values()):

@@ -64,7 +64,8 @@ def native_entries(
     read: Callable[[str], Tensor],
     dtype: torch.dtype,
 ) -> list[Entry]:
-    """Return every Hugging Face tensor in `dtype`, read from our parameters one at a time.
+    """Return every Hugging Face tensor in `dtype` or its own, read from our parameters one at a
+    time.
 
     One parameter can be several tensors (gate and up), or several parameters one tensor (fused Q, K
     and V). The other tensors of a parameter are cached until they are read, so it is read once.
@@ -94,15 +95,20 @@ def native_entries(
             # again.
             cached.clear()
             cached.update(to_hf(sources[name], read))
-        return cached.pop(name).to(dtype)
+        return cached.pop(name).to(sources[name][0].dtype or dtype)
 
     return [
-        Entry(name, weight.shapes(shapes[weight.our_name])[name], dtype, partial(read_native, name))
+        Entry(
+            name,
+            weight.shapes(shapes[weight.our_name])[name],
+            weight.dtype or dtype,
+            partial(read_native, name),
+        )
         for name, (weight, *_) in sources.items()
     ]
 
 
-def whole_parameter(parameter: nn.Parameter, group: Group) -> Tensor:
+def whole_parameter(parameter: Tensor, group: Group) -> Tensor:
     """Return the whole tensor of a live parameter, on every rank.
 
     Collective over the TP group, and over the DP group under ZeRO-3.
@@ -115,7 +121,7 @@ def whole_parameter(parameter: nn.Parameter, group: Group) -> Tensor:
 
 
 def live_entries(
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, Tensor],
     config: PretrainedConfig,
     group: Group,
     dtype: torch.dtype,
@@ -348,7 +354,7 @@ def _read_finite(entry: Entry) -> Tensor:
 
 def save_pretrained(
     directory: str | os.PathLike[str],
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, Tensor],
     config: PretrainedConfig,
     topology: Topology,
     *,

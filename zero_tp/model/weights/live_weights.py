@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from zero_tp.model.architectures import aliases_of, architecture_of, file_tensors, weights_of
@@ -28,8 +28,9 @@ class LiveSource:
 
     def __init__(self, model: Any, config: PretrainedConfig):
         self.weights = {weight.our_name: weight for weight in weights_of(config)}
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        whole = {name: gather_parameter(parameter).cpu() for name, parameter in parameters.items()}
+        # Some classes have a part of the weights as buffers.
+        stored = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        whole = {name: gather_parameter(tensor).cpu() for name, tensor in stored.items()}
         self.tensors = file_tensors(self.weights.values(), whole)
         self.generation = getattr(model, "generation_config", None)
 
@@ -50,7 +51,7 @@ class LiveSource:
         local.copy_(layout.shard(parameter, topology.tensor_rank, topology.tensor))
 
 
-def gather_parameter(parameter: nn.Parameter) -> Tensor:
+def gather_parameter(parameter: Tensor) -> Tensor:
     """Return a parameter, or a whole copy of one that ZeRO-3 has partitioned.
 
     Of a partitioned one it is collective over the ranks that hold its parts.
@@ -66,7 +67,7 @@ def gather_parameter(parameter: nn.Parameter) -> Tensor:
 
 @torch.no_grad()
 def load_native(
-    parameters: Mapping[str, nn.Parameter], config: PretrainedConfig, tensors: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor], config: PretrainedConfig, tensors: Mapping[str, Tensor]
 ) -> tuple[list[str], list[str]]:
     """Copy a Hugging Face state dict, or a part of one, into a model's whole parameters.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_tp.base.errors import UserError, first_line
 from zero_tp.base.strict_json import parse_json
@@ -51,7 +51,7 @@ class ParameterLayout:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, parameter: nn.Parameter) -> ParameterLayout:
+    def of(cls, parameter: Tensor) -> ParameterLayout:
         return cls(layout_of(parameter), whole_shape(parameter))
 
     @classmethod

@@ -31,8 +31,10 @@ from zero_tp.base.errors import UserError
 from zero_tp.base.settings.schema import Checkpoint
 from zero_tp.base.weight_files import has_commit
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
+from zero_tp.engine.zero.states import MASTER
 from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.parallel.host_copy import HostCopy
+from zero_tp.parallel.layout import stored_buffers, stored_tensors
 from zero_tp.parallel.safetensors_files import Entry, FileDigest, write_tensors
 from zero_tp.run.checkpoint import directory
 from zero_tp.run.checkpoint.manifest import (
@@ -354,6 +356,12 @@ def own_entries(zero: ZeroEngine) -> tuple[list[Entry], dict[str, str]]:
             # in the manifest.
             shape = (own.span.length,)
             entries.append(Entry(tensor_name(own.name, kind), shape, read().dtype, read))
+    # Every rank writes its whole copy, which is small: a rank that resumes on the same grid then
+    # opens its own file alone.
+    for name, buffer in stored_buffers(zero.model):
+        starts[name] = 0
+        read = partial(torch.flatten, buffer)
+        entries.append(Entry(tensor_name(name, MASTER), (buffer.numel(),), buffer.dtype, read))
     for name, state in zero.model.streams.state_dict().items():
         entries.append(
             Entry(f"{RANDOM}/{name}", tuple(state.shape), state.dtype, partial(torch.clone, state))
@@ -394,8 +402,7 @@ def describe_model(zero: ZeroEngine) -> dict[str, Any]:
         if model.generation_config is not None
         else None,
         "parameters": {
-            name: ParameterLayout.of(parameter).to_json()
-            for name, parameter in model.named_parameters()
+            name: ParameterLayout.of(tensor).to_json() for name, tensor in stored_tensors(model)
         },
         "kinds": zero.states().kinds(),
         "progress": zero.progress(),

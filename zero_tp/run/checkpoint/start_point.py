@@ -29,6 +29,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.engine.zero.states import MASTER
 from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.parallel.agreement import on_rank_zero
+from zero_tp.parallel.layout import stored_buffers, stored_tensors
 from zero_tp.parallel.parameter import Zeros
 from zero_tp.run.checkpoint import directory
 from zero_tp.run.checkpoint.directory import Damaged
@@ -273,8 +274,7 @@ def _restore_states(zero: ZeroEngine, checkpoint: RunCheckpoint, kinds: Sequence
     The checkpoint's files have been verified.
     """
     reader = CheckpointReader(checkpoint.path, checkpoint.manifest, zero.topology.data_rank)
-    parameters = zero.model.named_parameters()
-    wanted = {name: ParameterLayout.of(parameter) for name, parameter in parameters}
+    wanted = {name: ParameterLayout.of(tensor) for name, tensor in stored_tensors(zero.model)}
     # Before the first tensor is read: an error in the middle would leave a model of two
     # checkpoints.
     _check_parameters(checkpoint.path, reader.parameters, wanted)
@@ -325,6 +325,9 @@ def _read_states(
         piece = reader.piece(fragment.name, kind, *shard, fragment.span.whole)
         # A view of the optimizer's own tensor, which is made here if it has not stepped.
         states.get(fragment, kind).copy_(piece)
+    for name, buffer in stored_buffers(zero.model):
+        piece = reader.piece(name, MASTER, wanted[name], topology.tensor_rank, topology.tensor)
+        buffer.copy_(piece.view(buffer.shape))
 
 
 def _restore_streams(zero: ZeroEngine, checkpoint: Path, manifest: Manifest, seed: int) -> None:

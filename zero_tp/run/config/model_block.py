@@ -23,6 +23,8 @@ BALANCING_LOSS_FIELDS = ("output_router_logits", "router_aux_loss_coef")
 """Fields of the load-balancing loss, which may be given with `from_pretrained`: published
 configs omit them.
 """
+DEEPSEEK_V3_RATE = 0.001
+"""By the documentation of Megatron Core's `--moe-router-bias-update-rate`."""
 SET_BY_OTHER_KEYS = {
     "attn_implementation": "zero_tp.attention",
     "_attn_implementation": "zero_tp.attention",
@@ -50,6 +52,9 @@ def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrai
         raise ConfigError(
             "zero_tp.logging.experts", f"{config.model_type} has no experts", "leave it out"
         )
+    if zero_tp.training.router_bias_update_rate and not spec.has_correction_bias:
+        key = "zero_tp.training.router_bias_update_rate"
+        raise ConfigError(key, f"no router of a {config.model_type} has a bias", "leave it out")
     return config
 
 
@@ -118,6 +123,20 @@ def _pretrained_config(model: dict[str, Any], saved: dict[str, Any] | None) -> P
     if saved is not None and not Path(directory).exists():
         return config_from_json(saved, Path(directory), **changes)
     return config_from_directory(resolve(directory, key, weights=False), key, **changes)
+
+
+def router_bias_note(zero_tp: ZeroTP, config: PreTrainedConfig) -> list[str]:
+    """Return a line if a run leaves the biases of its routers as they are."""
+    from zero_tp.model.architectures import architecture_of
+
+    key = "zero_tp.training.router_bias_update_rate"
+    spec = architecture_of(config).spec(config)
+    if not spec.has_correction_bias or zero_tp.training.router_bias_update_rate:
+        return []
+    return [
+        f"{key}: 0, so the biases of the routers stay as they are, as transformers trains a "
+        f"{config.model_type}; DeepSeek-V3's rate was {DEEPSEEK_V3_RATE:g}"
+    ]
 
 
 def ignored_fields(model: dict[str, Any]) -> list[str]:

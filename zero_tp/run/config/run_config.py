@@ -42,6 +42,7 @@ from zero_tp.run.config.model_block import (
     check_model,
     ignored_fields,
     model_config,
+    router_bias_note,
 )
 
 if TYPE_CHECKING:
@@ -257,6 +258,7 @@ class RunConfig:
             *self._load_notes,
             *notes(self.combination, "note"),
             *ignored_fields(self.zero_tp.model),
+            *router_bias_note(self.zero_tp, self._hf_config),
         ]
 
     @property

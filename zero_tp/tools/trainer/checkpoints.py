@@ -18,7 +18,7 @@ from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.model.weights.load import PretrainedSource
 from zero_tp.parallel.agreement import on_rank_zero
-from zero_tp.parallel.layout import layout_of, whole_shape
+from zero_tp.parallel.layout import layout_of, stored_tensors, whole_shape
 from zero_tp.parallel.parameter import ConstantInit
 from zero_tp.run.checkpoint.find import find_checkpoint, find_on_all_ranks
 from zero_tp.run.checkpoint.manifest import Parallelism
@@ -103,7 +103,7 @@ def load_weights(model: ParallelModel, folder: Path) -> None:
             f"{folder}: has no weights of {', '.join(source.new_heads)}; resume with the model of "
             "the save"
         )
-    for name, parameter in model.named_parameters():
+    for name, parameter in stored_tensors(model):
         layout = layout_of(parameter, name)
         shape = whole_shape(parameter)
         source.fill(parameter, name, shape, layout, ConstantInit(0.0), model.topology)

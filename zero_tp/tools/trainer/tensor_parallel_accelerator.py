@@ -28,6 +28,7 @@ from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.base.settings.optimizer import ELEMENTWISE, REFUSED_OPTIMIZERS
 from zero_tp.base.settings.param_groups import ParamGroup
 from zero_tp.base.settings.schema import Parallel
+from zero_tp.engine.bias_update import BiasUpdate
 from zero_tp.engine.guards import check_hooks, check_replicas
 from zero_tp.engine.param_groups import optimizer_groups
 from zero_tp.engine.settings.parse import check_settings
@@ -36,6 +37,7 @@ from zero_tp.engine.settings.rules import notes
 from zero_tp.engine.zero.ops import check_nvme
 from zero_tp.engine.zero.stages import engine_of_stage
 from zero_tp.engine.zero.zero_engine import ZeroEngine
+from zero_tp.model.architectures import ARCHITECTURES, weights_of
 from zero_tp.parallel.layout import audit
 from zero_tp.parallel.topology import Topology
 
@@ -52,11 +54,13 @@ class SteppedEngine:
 
     Attributes:
         zero: the engine of the ZeRO stage; it computes the norm and clips.
+        bias_update: moves the routers' biases after each update; None leaves them.
         engine: DeepSpeed's. accelerate's `free_memory` destroys it by this name.
     """
 
-    def __init__(self, zero: ZeroEngine):
+    def __init__(self, zero: ZeroEngine, bias_update: BiasUpdate | None = None):
         self.zero = zero
+        self.bias_update = bias_update
         self.engine = zero.deepspeed_engine
 
     def backward(self, loss: Tensor, sync_gradients: bool = True, **options: Any) -> None:
@@ -73,6 +77,8 @@ class SteppedEngine:
         check_hooks(self.zero.model)
         if sync_gradients:
             self.zero.step()
+            if self.bias_update is not None:
+                self.bias_update.apply(self.zero)
 
     def get_global_grad_norm(self) -> Tensor | float:
         """Return the last step's norm before clipping.
@@ -94,6 +100,7 @@ class TensorParallelAccelerator(Accelerator):
         clipping: float | None,
         on_engine: Callable[[ZeroEngine], None],
         param_groups: Sequence[ParamGroup] = (),
+        bias_update: BiasUpdate | None = None,
         **options: Any,
     ) -> None:
         """Take Accelerator's arguments.
@@ -103,6 +110,7 @@ class TensorParallelAccelerator(Accelerator):
             on_engine: called with each engine.
             param_groups: of an optimizer that DeepSpeed's config names; by default it has one group
                 of all parameters, as under plain Trainer.
+            bias_update: of the model's routers; by default none.
 
         Raises:
             UserError: no ranks are connected.
@@ -117,6 +125,7 @@ class TensorParallelAccelerator(Accelerator):
         self.topology = topology
         self.clipping = clipping
         self.on_engine = on_engine
+        self.bias_update = bias_update
         self.param_groups = param_groups
         # By default accelerate reads an iterable data set on rank 0 only and slices each batch for
         # all ranks.
@@ -176,7 +185,7 @@ class TensorParallelAccelerator(Accelerator):
             wrapped,
             *(_scheduler(dummy, zero, wrapped) for dummy in rest),
         ]
-        self.deepspeed_engine_wrapped = SteppedEngine(zero)
+        self.deepspeed_engine_wrapped = SteppedEngine(zero, self.bias_update)
         self._models.append(zero.deepspeed_engine)
         self._optimizers.append(wrapped)
         self.on_engine(zero)
@@ -197,9 +206,16 @@ class TensorParallelAccelerator(Accelerator):
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuse a model with frozen parameters: a checkpoint has optimizer states of all."""
+    """Refuse a model with frozen parameters: a checkpoint has optimizer states of all.
+
+    Routers' biases, which some of transformers' classes freeze, are no parameters here.
+    """
+    config: Any = getattr(model, "config", None)
+    is_known = getattr(config, "model_type", None) in ARCHITECTURES
+    weights = weights_of(config) if is_known else []
+    buffers = {weight.native_name for weight in weights if not weight.is_parameter}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and name not in buffers:
             raise UserError(
                 f"ZeroTPTrainer: {name} is frozen, and every parameter is trained here; set its "
                 "requires_grad to True, "

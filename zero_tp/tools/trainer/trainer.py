@@ -13,6 +13,7 @@ import os
 import random
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.base.settings.optimizer import OptimizerParams
 from zero_tp.base.settings.param_groups import ParamGroup, parse_param_groups
 from zero_tp.data.tokenizer_files import match_tokenizer
+from zero_tp.engine.bias_update import BiasUpdate
 from zero_tp.engine.param_groups import optimizer_groups
 from zero_tp.engine.zero.build_lock import report_build_locks
 from zero_tp.engine.zero.ops import disable_shared_memory_collectives
@@ -101,6 +103,7 @@ class TensorParallel(Base):
         tensor_parallel: int = 1,
         sequence_parallel: bool = True,
         param_groups: Sequence[ParamGroup | Mapping[str, Any]] = (),
+        router_bias_update_rate: float = 0.0,
         **options: Any,
     ):
         """Take Trainer's arguments; `args` has DeepSpeed's config. Collective over all ranks.
@@ -111,6 +114,7 @@ class TensorParallel(Base):
             tensor_parallel: TP degree for a transformers model.
             sequence_parallel: also use SP.
             param_groups: as in `zero_tp.param_groups`; by default those of Trainer.
+            router_bias_update_rate: as in `zero_tp.training`.
 
         Raises:
             UserError: no DeepSpeed config; frozen parameters; an argument that is not exact here;
@@ -148,6 +152,7 @@ class TensorParallel(Base):
             model = parallel_model(model, self.topology, seed=args.seed, device=args.device)
         _check_batch(args, self.topology)
         self._param_groups = parse_param_groups(param_groups)
+        self._bias_update = BiasUpdate(model, self.topology, router_bias_update_rate)
         self._labelled_rows: Tensor | None = None
         super().__init__(model, args, *arguments, **options)
         if self.compute_loss_func is not None:
@@ -208,7 +213,7 @@ class TensorParallel(Base):
         clipping = self.args.max_grad_norm
         on_engine = partial(setattr, self, "zero")
         self.accelerator = TensorParallelAccelerator(
-            self.topology, clipping, on_engine, self._param_groups, **options
+            self.topology, clipping, on_engine, self._param_groups, self._bias_update, **options
         )
         # Trainer has stored the method of the accelerator that was just replaced.
         self.gather_function = self.accelerator.gather_for_metrics
@@ -290,9 +295,13 @@ class TensorParallel(Base):
         # Both were counted together.
         if "next_sentence_label" in arguments and num_items_in_batch is not None:
             arguments["num_rows_in_batch"] = self._labelled_rows
-        loss = super().compute_loss(
-            model, arguments, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
-        )
+        with self._bias_update.counting() if self.model.training else nullcontext():
+            loss = super().compute_loss(
+                model,
+                arguments,
+                return_outputs=return_outputs,
+                num_items_in_batch=num_items_in_batch,
+            )
         comparison.require_same()
         return loss
 
