@@ -129,6 +129,9 @@ TRAINED_BY: dict[str, tuple[str, ...]] = {
         ),
         *(f"optimizer.params.adamw.{key}" for key in ("betas", "eps", "weight_decay")),
     ),
+    "engine/test_qk_clip": (
+        *(f"zero_tp.training.qk_clip_{key}" for key in ("threshold", "alpha")),
+    ),
     "run/test_spikes": (
         *(f"zero_tp.training.spike.{key}" for key in ("loss", "grad_norm", "window")),
     ),

@@ -24,6 +24,7 @@ from zero_tp.data.batch import AnyBatch, Batch, as_batch
 from zero_tp.engine import guards
 from zero_tp.engine.bias_update import BiasUpdate
 from zero_tp.engine.param_groups import trainable_of
+from zero_tp.engine.qk_clip import QKClip, check_qk_clip
 from zero_tp.engine.settings.parse import check_settings
 from zero_tp.engine.settings.rule import EntryPoint
 from zero_tp.engine.zero.build_lock import report_build_locks
@@ -60,6 +61,7 @@ class TrainingEngine:
         recompute: which layers backward recomputes; by default none.
         spike: bounds on loss and gradient norm; by default none.
         param_groups: parameters with a weight decay or a factor of the rate of their own.
+        qk_clip_threshold, qk_clip_alpha: of QK-clip; None: none.
         router_bias_update_rate: of the routers' biases, see `BiasUpdate`; 0 leaves them.
         compiled: run training's elementwise work in kernels that torch compiles; "auto": on CUDA.
 
@@ -90,6 +92,8 @@ class TrainingEngine:
         recompute: RecomputePolicy | None = None,
         spike: Spike | None = None,
         param_groups: Sequence[ParamGroup] = (),
+        qk_clip_threshold: float | None = None,
+        qk_clip_alpha: float = 0.5,
         router_bias_update_rate: float = 0.0,
         compiled: bool | Literal["auto"] = False,
     ):
@@ -101,6 +105,7 @@ class TrainingEngine:
             raise UserError(
                 "TrainingEngine takes checked settings; for a dict use TrainingEngine.from_dict"
             )
+        check_qk_clip(qk_clip_threshold, config, settings)
         # Before the model is built: a missing directory or header is found at once.
         check_nvme(settings.zero_optimization.nvme_paths)
         self.zero = engine_of_stage(settings, topology)
@@ -117,9 +122,7 @@ class TrainingEngine:
         # drifting replicas would show it.
         audit(self.model, topology, local_shape)
         self._bias_update = BiasUpdate(self.model, topology, router_bias_update_rate)
-        policy = recompute or RecomputePolicy(mode="none")
-        checkpointing = settings.activation_checkpointing
-        self.activations = ActivationMemory(self.model, policy, checkpointing, self.device)
+        self.activations = self._activation_memory(settings, recompute)
         self.compiled = is_compiled(compiled, self.device)
         if self.compiled:
             compile_elementwise(self.model, self.device)
@@ -131,6 +134,7 @@ class TrainingEngine:
         # follows from the seeds and files alone.
         guards.check_replicas(self.model, topology)
         self.deepspeed_engine = self.zero.deepspeed_engine
+        self.qk_clip = QKClip.create(self.zero, qk_clip_threshold, qk_clip_alpha)
         self._norm: Tensor | float = float("nan")
         self.skipped = False
         # The loss and the model's other figures, means over DP.
@@ -140,6 +144,13 @@ class TrainingEngine:
         self.zero.veto = StepVeto(topology, spike)
         self.on_phase: Callable[[str], None] | None = None
         self.model.register_forward_pre_hook(lambda *_: self._enter("forward"))
+
+    def _activation_memory(
+        self, settings: DeepSpeedSettings, recompute: RecomputePolicy | None
+    ) -> ActivationMemory:
+        policy = recompute or RecomputePolicy(mode="none")
+        checkpointing = settings.activation_checkpointing
+        return ActivationMemory(self.model, policy, checkpointing, self.device)
 
     def _initialize_optimizer(
         self, settings: DeepSpeedSettings, param_groups: Sequence[ParamGroup]
@@ -204,6 +215,19 @@ class TrainingEngine:
         as for `loss`.
         """
         return dict(zip(self.model.metric_names, self._figures[1:].tolist(), strict=True))
+
+    @property
+    def attention_figures(self) -> dict[str, float | None]:
+        """Return the largest attention score of the last step, None if it is at most the
+        threshold, and the number of heads that the step clipped; without QK-clip nothing.
+        """
+        if self.qk_clip is None:
+            return {}
+        is_applied = not (self.skipped or self.spike)
+        return {
+            "max_attention_score": self.qk_clip.largest_score,
+            "clipped_heads": self.qk_clip.clipped_heads if is_applied else 0,
+        }
 
     @property
     def learning_rate(self) -> float:
@@ -281,7 +305,8 @@ class TrainingEngine:
         divisors = self._mean_label_counts(batches)
         if guarded is not None and guard_gradients:
             self._check_reproducible(batches[0], divisors, guarded)
-        self._accumulate(batches, divisors, guarded)
+        with self.qk_clip.scores.recording() if self.qk_clip is not None else nullcontext():
+            self._accumulate(batches, divisors, guarded)
         guards.check_hooks(self.model)
         if guarded is not None:
             # Before the update, which would overwrite a damaged copy of a weight after its
@@ -351,6 +376,8 @@ class TrainingEngine:
         """Compute the norm, veto a spike, clip, and update the weights; `ZeroEngine.step` says
         who does what.
         """
+        if self.qk_clip is not None:
+            self.qk_clip.prepare()
         self.zero.step(self._figures)
         self._norm, self.skipped = self.zero.norm_and_skipped()
         self._bias_update.apply(self.zero)

@@ -22,6 +22,7 @@ from zero_tp.run.metrics import perplexity
 from zero_tp.run.metrics_file import MetricsFile
 from zero_tp.run.process.watch import Watchdog
 from zero_tp.run.step_logger import StepLogger, format_figure
+from zero_tp.run.update_norms import UpdateNorms
 
 COLLECTION_INTERVAL = 50
 SKIPS_IN_A_ROW = 10
@@ -39,6 +40,8 @@ def run_callbacks(
     first: list[Callback] = [WatchdogCallback(watch), StepLogger(), MetricsFile(), Validation()]
     if state.config.zero_tp.logging.experts:
         first.append(ExpertShares())
+    if state.config.zero_tp.logging.update_norms:
+        first.append(UpdateNorms())
     return [
         *first,
         *others,

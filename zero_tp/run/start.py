@@ -124,6 +124,8 @@ def _build_engine(
         recompute=block.recompute_policy,
         spike=block.training.spike,
         param_groups=block.param_groups,
+        qk_clip_threshold=block.training.qk_clip_threshold,
+        qk_clip_alpha=block.training.qk_clip_alpha,
         router_bias_update_rate=block.training.router_bias_update_rate,
         compiled=block.compile,
     )

@@ -185,7 +185,8 @@ class StepLogger(Callback):
         }
         left = self._timer.estimate(state.total_steps - state.step)
         progress = RunProgress(samples * length, world, self._timer.elapsed, left)
-        self.log(state, values | engine.figures, progress, line=self._is_line_due(state))
+        values |= engine.figures | engine.attention_figures
+        self.log(state, values, progress, line=self._is_line_due(state))
 
     def log(
         self, state: TrainState, values: Metrics, progress: RunProgress, *, line: bool = True

@@ -6,13 +6,8 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,148 +16,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.compare import check_close, grid, norm
-from tests.support.decoders import LENGTH, MODEL_TYPES, decoder, decoder_fields
+from tests.support.decoders import MODEL_TYPES, decoder, decoder_fields
 from tests.support.experts import fields as expert_fields
 from tests.support.families import model_sizes
-from tests.support.native import Native, native_tensors, to_ours
+from tests.support.native import native_tensors, to_ours
 from tests.support.pools import Pools
+from tests.support.torch_optimizers import (
+    TorchOptimizers,
+    batches,
+    engine_of,
+    loss_of,
+    own_pieces,
+)
 from tests.tiers import THOROUGH, examples, in_tiers
 from zero_tp.engine.engine import TrainingEngine
-from zero_tp.model.architectures import architecture_of, file_tensors, weights_of
+from zero_tp.model.architectures import file_tensors
 from zero_tp.parallel.layout import Replicated, layout_of
 
-STEPS, ROWS = 5, 8
 PARAMS: dict[str, Any] = {"lr": 1e-2, "adamw": {"lr": 4e-3, "betas": (0.8, 0.9), "eps": 1e-3}}
-BY_ADAMW = re.compile(
-    r"(wte|wpe|embed_tokens|embed_in|embed_out|lm_head|mlp\.gate|block_sparse_moe\.gate"
-    r"|shared_expert_gate)\.weight$"
-)
-
-
-QKV = re.compile(r"(q_proj|k_proj|v_proj|qkv_proj|c_attn|query_key_value)\.weight$")
-
-
-@contextmanager
-def products_in_fp32() -> Iterator[None]:
-    """torch's own Newton-Schulz, as in our fp32 runs: it takes a copy instead of a rounding.
-
-    torch 2.13 calls `Tensor.bfloat16`, 2.15 `Tensor.to` with the dtype.
-    """
-    names = SimpleNamespace(**(vars(torch) | {"bfloat16": torch.float32}))
-    with (
-        patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone),
-        patch.object(torch.optim._muon, "torch", names),
-    ):
-        yield
-
-
-class TorchOptimizers:
-    """`torch.optim.Muon` and `torch.optim.AdamW` on the tensors of a model's files.
-
-    Muon takes matrices only: the experts' are views of the class's stacked tensors, and heads views
-    of Q, K and V.
-    """
-
-    def __init__(self, model: Any, params: dict[str, Any], clip: float):
-        self.model, self.clip = model, clip
-        self.weights = weights_of(model.config)
-        self.head_size = (
-            architecture_of(model.config).spec(model.config).head_size
-            if params.get("per_head")
-            else None
-        )
-        values = {name: value.detach() for name, value in model.named_parameters()}
-        self.leaves = {
-            name: torch.nn.Parameter(value) for name, value in self.matrices(values).items()
-        }
-        groups: list[list[torch.nn.Parameter]] = [[], [], []]
-        for name, leaf in self.leaves.items():
-            kind = 2 if leaf.dim() < 2 else 1 if BY_ADAMW.search(name) else 0
-            groups[kind].append(leaf)
-        muon = {name: value for name, value in params.items() if name not in ("adamw", "per_head")}
-        shared = {"lr": params["lr"], "weight_decay": params.get("weight_decay", 0.1)}
-        adamw = shared | params["adamw"]
-        decayed = {"params": groups[1], "weight_decay": adamw.pop("weight_decay")}
-        self.muon = torch.optim.Muon(groups[0], **muon)
-        self.adamw = torch.optim.AdamW(
-            [decayed, {"params": groups[2], "weight_decay": 0.0}], **adamw
-        )
-
-    def matrices(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A model's tensors as its files have them, and with `per_head` each head's, as views."""
-        tensors = file_tensors(self.weights, values)
-        if self.head_size is None:
-            return tensors
-        split: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            # GPT-2's Conv1D has a head's outputs in columns.
-            dim = 1 if "c_attn" in name else 0
-            heads = tensor.split(self.head_size, dim) if QKV.search(name) else [tensor]
-            split |= {f"{name}{number or ''}": head for number, head in enumerate(heads)}
-        return split
-
-    def states(self) -> dict[str, dict[str, Tensor]]:
-        """Kind of state → the states of parameters that have it, by our names."""
-        kinds: dict[str, dict[str, Tensor]] = {}
-        for name, leaf in self.leaves.items():
-            state = self.muon.state.get(leaf) or self.adamw.state[leaf]
-            for kind in state.keys() - {"step"}:
-                kinds.setdefault(kind, {})[name] = state[kind]
-        return {
-            kind: {
-                weight.our_name: weight.from_hf(tensors)
-                for weight in self.weights
-                if all(name in tensors for name in weight.names)
-            }
-            for kind, tensors in kinds.items()
-        }
-
-    def step(self, computed: Any = None, perturbation: torch.Generator | None = None) -> None:
-        """Update the weights.
-
-        Args:
-            computed: a model with the gradients, in bf16; by default the model in fp32 itself.
-            perturbation: draws the signs of relative errors of 2^-9 in gradients, the largest of a
-                rounding to bf16.
-        """
-        gradients = {
-            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.float()
-            for name, parameter in (computed or self.model).named_parameters()
-        }
-        if perturbation is not None:
-            for gradient in gradients.values():
-                signs = torch.randint(0, 2, gradient.shape, generator=perturbation) * 2 - 1
-                gradient.mul_(1 + signs * 2**-9)
-        for name, gradient in self.matrices(gradients).items():
-            self.leaves[name].grad = gradient.clone()
-        if self.clip:
-            torch.nn.utils.clip_grad_norm_(self.leaves.values(), self.clip)
-        with nullcontext() if computed is not None else products_in_fp32():
-            self.muon.step()
-        self.adamw.step()
-
-
-def engine_of(
-    reference: Any,
-    tensor: int,
-    sequence: bool,
-    stage: int,
-    params: dict[str, Any],
-    clip: float,
-    **changes: Any,
-) -> Any:
-    topology = grid(tensor, sequence)
-    settings = {
-        "train_micro_batch_size_per_gpu": ROWS // topology.data // 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": clip,
-        "optimizer": {"type": "Muon", "params": params},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **changes,
-    }
-    return TrainingEngine.from_dict(
-        reference.config, topology, settings, seed=0, source=Native(reference)
-    )
 
 
 def compared(
@@ -265,32 +136,6 @@ def test_muon_of_each_family(
     }
     found = ranks(4).run(compared, fields, seed, tensor, tensor > 1, stage, params, clip)
     assert found == found[:1] * 4
-
-
-def batches(fields: dict[str, Any], seed: int) -> list[Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    return [
-        torch.randint(fields["vocab_size"], (ROWS, LENGTH), generator=draw) for _ in range(STEPS)
-    ]
-
-
-def pieces_of(tokens: Tensor, topology: Any) -> list[tuple[Tensor, Tensor]]:
-    """(inputs, shifted targets) of each micro-batch of all replicas: two a replica, because each
-    has a balancing loss of its own.
-    """
-    targets = torch.full_like(tokens, -100)
-    targets[:, :-1] = tokens[:, 1:]
-    count = 2 * topology.data
-    return list(zip(tokens.chunk(count), targets.chunk(count), strict=True))
-
-
-def own_pieces(tokens: Tensor, topology: Any) -> list[tuple[Tensor, Tensor]]:
-    return pieces_of(tokens, topology)[2 * topology.data_rank : 2 * topology.data_rank + 2]
-
-
-def loss_of(model: Any, tokens: Tensor, topology: Any) -> Tensor:
-    losses = [model(input_ids=p, labels=p).loss for p, _ in pieces_of(tokens, topology)]
-    return torch.stack(losses).mean()
 
 
 def masters_in_bf16(

@@ -78,6 +78,11 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {"optimizer.params": {"lr": 0.1, "foreach": True, "fused": True}},
     {**MUON, "zero_optimization.offload_optimizer": {"device": "cpu"}},
     {**MUON, "optimizer.params": {"lr": 0.0, "adamw": {"lr": 0.1}}},
+    {
+        "zero_tp.training.qk_clip_threshold": 100.0,
+        "zero_optimization.offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"},
+        "zero_optimization.stage": 3,
+    },
     {"scheduler": {"type": "linear", "params": {"num_warmup_steps": 10, "num_training_steps": 9}}},
     {
         "scheduler": {

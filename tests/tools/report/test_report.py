@@ -113,6 +113,18 @@ def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
         write_report([one], Path("."))
 
 
+def test_norms_of_updates_share_a_panel(tmp_path: Path) -> None:
+    values = {"update_norm/group_0": 0.5, "update_norm/group_1": 0.25, "clipped_heads": 2}
+    run = write_metrics(make_run(tmp_path / "one"), [{"step": 1, **values}])
+    assert panels(read_runs([run])) == {
+        "heads that QK-clip scales": {"clipped_heads": ""},
+        "norm of the update": {
+            "update_norm/group_0": "group 0",
+            "update_norm/group_1": "group 1",
+        },
+    }
+
+
 def test_smoothing_is_that_of_pandas(seed: int) -> None:
     """Its exponentially weighted mean, adjusted for the start, over what is there."""
     import pandas

@@ -163,6 +163,15 @@ class Training(ConfigModel):
         description="Skip a step whose loss or gradient norm is far above those of the steps "
         "before.",
     )
+    qk_clip_threshold: float | None = Field(
+        None,
+        gt=0,
+        description="QK-clip: scale Q and K of heads whose largest attention score exceeds it: "
+        "[muon.md](muon.md#qk-clip).",
+    )
+    qk_clip_alpha: float = Field(
+        0.5, ge=0, le=1, description="The share of QK-clip's scale, as an exponent, that Q gets."
+    )
     router_bias_update_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         0.0,
         description="After each step, move the bias of each expert by this much towards an equal "
@@ -258,6 +267,12 @@ class Logging(ConfigModel):
         False,
         description="Log the share of tokens that chose each expert, as `experts/layer_N/E`: "
         "[experts.md](experts.md).",
+    )
+    update_norms: bool = Field(
+        False,
+        description="Log the norm of each optimizer group's update, as `update_norm/group_N` in "
+        "the order of `zero-tp check`. The update of a logged step then holds a copy of a rank's "
+        "masters.",
     )
     trackers: Trackers = Field(
         {},

@@ -16,6 +16,7 @@ from zero_tp.base.settings.schedule import (
 )
 from zero_tp.base.settings.schema import ZeroTP
 from zero_tp.engine.settings.rule import Combination, Rule, no_effect, note, refused
+from zero_tp.engine.settings.zero_rules import qk_clip_rules
 
 ACTIVATIONS = "activation_checkpointing"
 OPTIMIZER = "optimizer.params"
@@ -205,6 +206,11 @@ def run_rules(settings: DeepSpeedSettings, zero_tp: ZeroTP) -> Iterator[Rule]:
     evaluation = zero_tp.evaluation
     steps = zero_tp.training.steps
     no_corpus = not zero_tp.data.validation
+    clips_qk = zero_tp.training.qk_clip_threshold is not None
+    yield from qk_clip_rules(settings, is_used=clips_qk)
+    yield no_effect(
+        "zero_tp.training.qk_clip_alpha", not clips_qk, "there is no qk_clip_threshold beside it"
+    )
     yield refused(
         "zero_tp.evaluation.tasks",
         zero_tp.masked is not None and bool(evaluation.tasks),

@@ -37,6 +37,19 @@ NEVER_READ = {
 """Keys that are never read, and why."""
 
 
+def qk_clip_rules(settings: DeepSpeedSettings, *, is_used: bool) -> Iterator[Rule]:
+    """Yield rules about QK-clip.
+
+    Args:
+        is_used: a threshold is set.
+    """
+    yield refused(
+        "zero_tp.training.qk_clip_threshold",
+        is_used and settings.zero_optimization.optimizer_device == "nvme",
+        'with offload_optimizer.device "nvme": no run with it was compared; use "cpu"',
+    )
+
+
 def offload_rules(config: Combination) -> Iterator[Rule]:
     """Yield rules about offloading."""
     zero = config.settings.zero_optimization

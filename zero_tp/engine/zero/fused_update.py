@@ -101,6 +101,9 @@ class FusedUpdate:
         optimizer: DeepSpeed's, around torch's fused AdamW.
         veto: returns the veto of this step.
         elementwise: compiles the update; None: torch's fused kernel runs it.
+
+    Attributes:
+        change: see `ZeroEngine.on_update`.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class FusedUpdate:
         self._elementwise = elementwise
         self._plans: dict[int, tuple[list[int], list[UpdateBlock], Tensor]] = {}
         self._counts: dict[int, tuple[Tensor, int]] = {}
+        self.change: Callable[[Sequence[Tensor]], bool] | None = None
 
     @staticmethod
     def is_supported(optimizer: Any) -> bool:
@@ -163,6 +167,7 @@ class FusedUpdate:
             factor = self._unscaling(scaled_norm)
             for group, flat_gradients in enumerate(gradients):
                 self._update_group(group, flat_gradients, factor)
+            self._change_masters()
             # Its schedule warns if it has not stepped.
             optimizer.optimizer._opt_called = True
             optimizer._lazy_init_hp_params_optimizer_state()
@@ -273,6 +278,16 @@ class FusedUpdate:
                 update_adamw_eagerly(*parts, state["step"], settings, factor)
             else:
                 self._elementwise.map_rows(update_adamw, parts, scalars)
+
+    def _change_masters(self) -> None:
+        """Call `change`, and round the masters again if it has changed some."""
+        optimizer = self._optimizer
+        flats = optimizer.single_partition_of_fp32_groups
+        if self.change is not None and self.change(flats):
+            for flat, weights in zip(
+                flats, optimizer.parallel_partitioned_bit16_groups, strict=True
+            ):
+                weights[self._topology.data_rank].copy_(flat)
 
     def _state(self, flat: Tensor) -> dict[str, Tensor]:
         """Return the optimizer's state of a partition, made as torch's AdamW makes it."""

@@ -60,6 +60,8 @@ class MatrixOptimizer(torch.optim.AdamW):
     """
 
     STATES = (MOMENTUM, "exp_avg", "exp_avg_sq")
+    overflow = False
+    """Skip the step: in fp32 without ZeRO nothing but this attribute says so."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], dtype: torch.dtype, *, per_head: bool):
         groups = list(groups)
@@ -131,7 +133,7 @@ class MatrixOptimizer(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all parameters of the groups. Collective over all ranks."""
-        if self._units is None:
+        if self._units is None or self.overflow:
             return
         groups = self.param_groups
         for group in groups:

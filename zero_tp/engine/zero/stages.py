@@ -13,7 +13,7 @@ step, by the paper (arXiv 1910.02054, sections 5 and 7); DeepSpeed's buffers com
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -217,6 +217,8 @@ class PartitionedStates(ZeroEngine):
     With one replica gradients stay in place (`keeps_gradients_in_place`).
     """
 
+    _update: FusedUpdate | None = None
+
     def initialize(self, model: ParallelModel, trainable: Trainable) -> None:
         super().initialize(model, trainable)
         if keeps_gradients_in_place(self.settings, self.topology.data):
@@ -229,8 +231,10 @@ class PartitionedStates(ZeroEngine):
             return
         if FusedUpdate.is_supported(self.optimizer):
             elementwise = COMPILED if self.compiled else None
-            update = FusedUpdate(self.optimizer, self.topology, lambda: self.veto, elementwise)
-            self.optimizer.step = update.step
+            self._update = FusedUpdate(
+                self.optimizer, self.topology, lambda: self.veto, elementwise
+            )
+            self.optimizer.step = self._update.step
             return
         compute_norms_in_chunks(self.optimizer, self.topology)
         original = self.optimizer.scaled_global_norm
@@ -243,6 +247,13 @@ class PartitionedStates(ZeroEngine):
             return torch.full_like(norm, float("inf")) if is_spike else norm
 
         self.optimizer.scaled_global_norm = norm_or_veto
+
+    def on_update(self, change: Callable[[Sequence[Tensor]], bool]) -> None:
+        if self._update is None:
+            super().on_update(change)
+        else:
+            # It updates masters and weights without the optimizer's own step.
+            self._update.change = change
 
     def _wrap_bf16_step(self, optimizer: Any) -> None:
         """Make BF16_Optimizer look for a spike first: its `step` computes the norm inside."""

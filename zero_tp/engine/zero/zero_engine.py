@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -258,6 +258,26 @@ class ZeroEngine(ABC):
     def updated_tensors(self) -> list[list[Tensor]]:
         """Return this rank's masters that each call of the optimizer's step updates, in order."""
         return [list(group["params"]) for group in self.states().optimizer.param_groups]
+
+    def on_update(self, change: Callable[[Sequence[Tensor]], bool]) -> None:
+        """Call `change` after each call of the optimizer's step, before the masters are rounded to
+        weights. Steps that are skipped do not call it.
+
+        Args:
+            change: gets the masters that the call has updated, and may change them; returns whether
+                it did.
+        """
+        optimizer = self.states().optimizer
+        step = optimizer.step
+
+        def step_and_change(*arguments: Any, **options: Any) -> Any:
+            result = step(*arguments, **options)
+            # DeepSpeed calls no step that it skips. In fp32 without ZeRO its own flag is set.
+            if not getattr(optimizer, "overflow", False):
+                change([master for group in optimizer.param_groups for master in group["params"]])
+            return result
+
+        optimizer.step = step_and_change
 
     def checkpoint_slice(self, fragment: Fragment) -> Fragment:
         """Return the part of a fragment that this rank saves; it may be empty."""

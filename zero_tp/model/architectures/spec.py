@@ -219,6 +219,20 @@ class TransformerSpec:
         idle = (self.experts.count - self.experts.per_token) * self.experts.size
         return len(self.expert_layers) * self.mlp_matrices * self.hidden * idle
 
+    def check_qk_clip(self) -> None:
+        """Check that scaling the rows of Q and K scales the scores, for QK-clip."""
+        problem = ""
+        if self.query_key_norm != "none":
+            problem = "this model norms Q and K, which undoes a scale of their weights"
+        elif self.clip is not None:
+            problem = "this model limits Q and K (clip_qkv), so scores do not follow their weights"
+        elif self.score_cap is not None:
+            problem = "this model caps its scores, which bounds them already"
+        elif not self.causal:
+            problem = "an encoder's rows are padded, and scores of padding would count"
+        if problem:
+            raise ConfigError("zero_tp.training.qk_clip_threshold", problem, "leave it out")
+
     def check(self, tensor: int) -> None:
         """Check that TP can split the model. KV heads need not be a multiple of `tensor`
         (model/qkv.py).

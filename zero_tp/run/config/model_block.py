@@ -46,6 +46,8 @@ def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrai
     _check_objective(zero_tp, spec, config)
     spec.check(zero_tp.parallel.tensor)
     _check_length(zero_tp, spec.positions, config)
+    if zero_tp.training.qk_clip_threshold is not None:
+        spec.check_qk_clip()
     if zero_tp.logging.experts and spec.experts is None:
         raise ConfigError(
             "zero_tp.logging.experts", f"{config.model_type} has no experts", "leave it out"

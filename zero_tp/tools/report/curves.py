@@ -29,11 +29,14 @@ PANELS = {
     "peak memory of a rank [GiB]": {"memory_gib": ""},
     "loss scale": {"loss_scale": ""},
     "skipped steps": {"skipped_steps": ""},
+    "largest attention score": {"max_attention_score": ""},
+    "heads that QK-clip scales": {"clipped_heads": ""},
 }
 """Title → names in metrics.jsonl and their labels in the legend."""
 NOT_NOISY = ("learning_rate", "memory_gib", "loss_scale", "skipped_steps")
+UPDATE_NORM = "update_norm/"
 PERCENT = ("mfu", "hfu")
-LOGARITHMIC = ("loss", "gradient norm", "loss scale")
+LOGARITHMIC = ("loss", "gradient norm", "norm of the update", "loss scale")
 
 
 def panels(runs: list[Run]) -> dict[str, dict[str, str]]:
@@ -48,7 +51,10 @@ def panels(runs: list[Run]) -> dict[str, dict[str, str]]:
     others = [
         name for name in names if name.endswith(("_accuracy", "_loss")) and not is_evaluation(name)
     ]
-    shown = PANELS | {name.replace("_", " "): {name: ""} for name in (*evaluations, *others)}
+    updates = {name: name.removeprefix(UPDATE_NORM).replace("_", " ") for name in names}
+    updates = {name: label for name, label in updates.items() if name.startswith(UPDATE_NORM)}
+    shown = PANELS | {"norm of the update": updates}
+    shown |= {name.replace("_", " "): {name: ""} for name in (*evaluations, *others)}
     return {
         title: series
         for title, series in shown.items()
@@ -57,7 +63,9 @@ def panels(runs: list[Run]) -> dict[str, dict[str, str]]:
 
 
 def is_evaluation(name: str) -> bool:
-    return ("/" in name and not name.startswith("experts/")) or name.startswith(VALIDATION)
+    return ("/" in name and not name.startswith(("experts/", UPDATE_NORM))) or name.startswith(
+        VALIDATION
+    )
 
 
 def _has(run: Run, name: str) -> bool:
