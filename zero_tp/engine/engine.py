@@ -110,14 +110,7 @@ class TrainingEngine:
         check_nvme(settings.zero_optimization.nvme_paths)
         self.zero = engine_of_stage(settings, topology)
         self.dtype: torch.dtype = getattr(torch, DTYPES[settings.dtype])
-        # Only the first DP rank needs all values (`ShardedSeededInit`): DeepSpeed broadcasts its
-        # weights, zero.Init as each is built, or `initialize` all of them.
-        source = source or ShardedSeededInit(seed, topology.data_group)
-        with self.zero.construction():
-            model = model or default_model_class(architecture_of(config).spec(config))
-            self.model = model(
-                config, topology, seed=seed, source=source, dtype=self.dtype, device=self.device
-            )
+        self.model = self._make_model(config, model, source, seed)
         # A parameter without a layout ends the start here. Later only the norm of gradients or
         # drifting replicas would show it.
         audit(self.model, topology, local_shape)
@@ -144,6 +137,27 @@ class TrainingEngine:
         self.zero.veto = StepVeto(topology, spike)
         self.on_phase: Callable[[str], None] | None = None
         self.model.register_forward_pre_hook(lambda *_: self._enter("forward"))
+
+    def _make_model(
+        self,
+        config: PretrainedConfig,
+        model: type[ParallelModel] | None,
+        source: WeightSource | None,
+        seed: int,
+    ) -> ParallelModel:
+        # Only the first DP rank needs all values (`ShardedSeededInit`): DeepSpeed broadcasts its
+        # weights, zero.Init as each is built, or `initialize` all of them.
+        source = source or ShardedSeededInit(seed, self.topology.data_group)
+        with self.zero.construction():
+            model = model or default_model_class(architecture_of(config).spec(config))
+            return model(
+                config,
+                self.topology,
+                seed=seed,
+                source=source,
+                dtype=self.dtype,
+                device=self.device,
+            )
 
     def _activation_memory(
         self, settings: DeepSpeedSettings, recompute: RecomputePolicy | None
