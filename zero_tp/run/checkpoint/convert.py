@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from zero_tp.data.tokenizer_files import open_tokenizer
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
-from zero_tp.model.architectures import architecture_of
+from zero_tp.model.architectures import architecture_of, weights_of
 from zero_tp.model.weights.export import MAX_SHARD_SIZE, check_target, native_entries, write_native
 from zero_tp.run.checkpoint.directory import check_content
 from zero_tp.run.checkpoint.find import RunCheckpoint, find_checkpoint
@@ -90,7 +90,8 @@ def to_huggingface(
         overwrite=overwrite,
         card=card(checkpoint) if card is not None else None,
     )
-    parameters = sum(math.prod(entry.shape) for entry in entries)
+    weights = [weight for weight in weights_of(config) if weight.is_parameter]
+    parameters = sum(math.prod(shapes[weight.our_name]) for weight in weights)
     causal = architecture_of(config).spec(config).causal
     notes = checkpoint.notes + uncompared_tokenizer(tokenizer, checkpoint)
     return ExportResult(checkpoint.path, parameters, tokenizer, causal, notes)
