@@ -86,6 +86,37 @@ def _parallel_residual(pick: Pick) -> dict[str, Any]:
     }
 
 
+def _output_norms(pick: Pick) -> dict[str, Any]:
+    """OLMo 3: norms after the branches and of all heads, windows, two rotations."""
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
+    return {
+        "model_type": "olmo3",
+        **_decoder(pick),
+        "hidden_size": 48 * pick(1, 2),
+        "num_key_value_heads": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": pick(4, SEQUENCE),
+        "rope_parameters": {
+            "full_attention": {**yarn, "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    }
+
+
+def _norms_around(pick: Pick) -> dict[str, Any]:
+    """Gemma 3: norms of 1 + w around the branches and of heads, scaled embeddings, a soft cap."""
+    return {
+        "model_type": "gemma3_text",
+        **_decoder(pick),
+        "num_key_value_heads": 4,
+        "head_dim": 2 * pick(4, 8),  # see _fewer_kv_heads
+        "query_pre_attn_scalar": 5,
+        "final_logit_softcapping": 3.0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": pick(4, SEQUENCE),
+    }
+
+
 def _encoder(model_type: str, pick: Pick) -> dict[str, Any]:
     """Trained on masked tokens and on the order of segments, with padding."""
     dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
@@ -178,6 +209,8 @@ FAMILIES: dict[str, Callable[[Pick], dict[str, Any]]] = {
     "grouped queries": _grouped,
     "fewer KV heads than TP": _fewer_kv_heads,
     "parallel residual": _parallel_residual,
+    "output norms": _output_norms,
+    "norms around branches": _norms_around,
     **ENCODERS,
 }
 

@@ -133,10 +133,10 @@ def test_each_family(ranks: Pools, seed: int, world: int, family: str) -> None:
     fields = model_sizes(seed, family)
     counts = ranks(world).run(same_as_native, world, fields, seed, "sdpa")
     assert counts == counts[:1] * world
-    # Of 3 layers: keys, values and their biases, and the norms of queries and keys.
-    assert counts[0]["hooks, SP False"] == (
-        3 * (4 + 2) if family == "fewer KV heads than TP" else 0
-    )
+    # Of 3 layers: keys, values and their biases.
+    replicated = bool(fields.get("num_key_value_heads", world) % world)
+    parts = 3 * (2 + 2 * biases_of_keys(fields)) * replicated
+    assert counts[0]["hooks, SP False"] == parts + partial_norms(fields, world, sequence=False)
 
 
 def partial_choices(fields: dict[str, Any], *, sequence: bool) -> int:
