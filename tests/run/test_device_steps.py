@@ -23,6 +23,7 @@ from tests.support.simulated_steps import ENCODERS, Does, Watching, watched, wat
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
+from zero_tp.engine.bias_update import BiasUpdate
 from zero_tp.engine.engine import TrainingEngine
 from zero_tp.engine.guards import check_replicas
 from zero_tp.model import transformer
@@ -221,6 +222,7 @@ class StubTrainer(TensorParallel, ForwardOnly):  # type: ignore[misc]
         ForwardOnly.__init__(self, events)
         self.model, self.topology, self._labelled_rows = engine.model, engine.topology, None
         self.args = SimpleNamespace(device=engine.device)
+        self._bias_update = BiasUpdate(engine.model, engine.topology, 0.0)
 
     def run_micro_batches(self, count: int) -> None:
         """Compute losses. The comparison's result has no value on fake tensors: the ranks have

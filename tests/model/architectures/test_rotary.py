@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.support.tiny_configs import general_fields
+from tests.tiers import in_tiers
 from zero_tp.model.architectures import ARCHITECTURES, architecture_of
 from zero_tp.model.architectures.common import FULL
 from zero_tp.model.architectures.configs import config_from_block
@@ -112,7 +113,11 @@ def same_as_native(written: dict[str, Any], seed: int) -> None:
                 assert ours.dtype == {"activations": dtype}.get(rotary.arithmetic, torch.float32)
 
 
-@pytest.mark.parametrize("model_type", ROTARY)
+# Each way to rotate: whole heads, a part, neighbours in two precisions, by type, backwards.
+WAYS = ["gpt_neox", "llama", "glm4", "cohere2", "olmo3", "gemma3_text", "nanochat"]
+
+
+@pytest.mark.parametrize("model_type", in_tiers(ROTARY, WAYS))
 def test_each_type_is_the_native_one(model_type: str, seed: int) -> None:
     assert {one.get("rope_type", one.get("type")) for one in PARAMETERS} == set(ROPE_KEYS)
     for parameters in PARAMETERS:
@@ -152,7 +157,7 @@ def test_part_of_a_head_turns(seed: int) -> None:
                 same_as_native(written, seed)
 
 
-@pytest.mark.parametrize("model_type", SCALED)
+@pytest.mark.parametrize("model_type", in_tiers(SCALED, ["gpt_neox", "llama", "olmo3"]))
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -155,6 +155,7 @@ def test_if_nothing_fits_the_nearest_candidate_and_its_shortage_are_named(tmp_pa
     assert f", short by {shortages[nearest]:.1f} GiB a device" in message
 
 
+@pytest.mark.thorough
 def test_search_runs_the_nearest_dry_if_none_fits_by_formulas() -> None:
     search = Search(RunConfig.load(GPT2, (), 8), named_device("h100"))
     search.fitting = 0

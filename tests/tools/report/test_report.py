@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from tests.support.launched import zero_tp
-from tests.tiers import THOROUGH
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.base.page import TABLE_ROWS
 from zero_tp.run.metrics_file import metrics_line
@@ -180,10 +180,11 @@ def test_runs_are_drawn_beside_each_other_with_what_sets_them_apart(tmp_path: Pa
         assert drawn.width > 1000 and len(drawn.convert("RGB").getcolors(1 << 24) or ()) > 50
 
 
+BLOCKS = ["x", {"training": {"steps": "x"}, "data": 3}, {"data": {"sequence_length": 0}}]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "block", ["x", {"training": {"steps": "x"}, "data": 3}, {"data": {"sequence_length": 0}}]
-)
+@pytest.mark.parametrize("block", in_tiers(BLOCKS, BLOCKS[1:2]))
 def test_a_config_that_a_person_has_changed_tells_what_is_left(block: Any, tmp_path: Path) -> None:
     made = make_run(tmp_path / "run")
     (made / "config.json").write_text(json.dumps({"train_batch_size": 4, "zero_tp": block}))

@@ -17,6 +17,7 @@ from tests.support.native import parallel_model
 from tests.support.plain_trainer import PlainTrainer
 from tests.support.tiny_models import bert_fields
 from zero_tp.base.errors import UserError
+from zero_tp.engine.bias_update import BiasUpdate
 from zero_tp.parallel.topology import Topology
 from zero_tp.tools.trainer import TensorParallel, ZeroTPTrainer
 from zero_tp.tools.trainer.tensor_parallel_accelerator import TensorParallelAccelerator
@@ -46,6 +47,7 @@ def bare_trainer() -> Any:
     trainer.model, trainer.topology = tiny_encoder(Topology(world=1)), Topology(1, world=4)
     trainer.args = SimpleNamespace(device=torch.device("cpu"), eval_batch_size=1)
     trainer.deepspeed = trainer.model
+    trainer._bias_update = BiasUpdate(trainer.model, trainer.topology, 0.0)
     return trainer
 
 
