@@ -282,6 +282,7 @@ def test_all_fields_of_a_config_are_read_again(model_type: str) -> None:
     required: dict[str, dict[str, int]] = {
         "dots1": {"n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 6},
         "glm4_moe": {"head_dim": 128},
+        "ministral": {"head_dim": 128},
     }
     config = config_from_block({"model_type": model_type, **required.get(model_type, {})})
     assert config_from_json(config.to_dict(), Path("gone")).to_dict() == config.to_dict()
@@ -441,6 +442,35 @@ def test_another_model_type_is_refused_with_the_supported_ones(
         config_from_directory(tmp_path)
     with pytest.raises(UserError, match=rf"{model_type!r} is not supported; supported: "):
         ZeroTPForCausalLM(CONFIG_MAPPING[model_type]())
+
+
+FULL_ONLY = {"num_hidden_layers": 2, "layer_types": [FULL] * 2}
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        *(
+            ({"model_type": name, "sliding_window": None, **FULL_ONLY}, "sliding_window: null")
+            for name in ("cohere2", "gemma2", "gemma3_text", "olmo3")
+        ),
+        (
+            {"model_type": "ministral", "head_dim": 8, "sliding_window": None},
+            "sliding_window: null",
+        ),
+        ({"model_type": "ministral"}, "head_dim: null, .*; give 128"),
+        (
+            {"model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layers": [1, 0]},
+            "SmolLM3Config refuses it",
+        ),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+    ],
+    ids=str,
+)
+def test_what_the_class_fails_with_is_refused(written: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        config_from_block(written)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "phi3", "starcoder2"])

@@ -234,6 +234,20 @@ def test_what_is_not_computed_is_named(model_type: str, given: dict[str, Any], w
     ), line
 
 
+@pytest.mark.parametrize("model_type", ["gemma2", "llama", "qwen3"])
+def test_parameters_by_type_are_refused_where_the_class_reads_one_for_all(model_type: str) -> None:
+    nested = {FULL: {"rope_type": "default", "rope_theta": 1e4}}
+    with pytest.raises(ConfigError, match=r"full_attention: .* does not read it; remove it"):
+        config_from_block(fields(model_type, rope_parameters=nested))
+
+
+def test_the_older_name_of_local_positions_is_named_in_full() -> None:
+    both = {FULL: {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    written = fields("gemma3_text") | {"rope_parameters": both, "rope_local_base_freq": 5.0}
+    with pytest.raises(ConfigError, match=r"sliding_attention\.rope_theta alone"):
+        config_from_block(written)
+
+
 def test_gpt_neox_reads_its_own_names() -> None:
     """transformers' class passes over the general ones without a word."""
     with pytest.raises(

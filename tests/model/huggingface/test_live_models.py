@@ -129,6 +129,27 @@ def test_a_models_mode_and_hooks_that_move_tensors_are_adopted() -> None:
     assert parallel_model(llama(), ONE_PROCESS).training
 
 
+def gemma_in_bf16(**fields: Any) -> Any:
+    """Its class rounds the scale of embeddings, √24, as it opens; frequencies stay in fp32."""
+    sizes = SIZES | {"hidden_size": 24, "head_dim": 8, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("gemma2", **sizes, pad_token_id=0, **fields)
+    native = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.bfloat16
+    )
+    return native.eval()
+
+
+def test_a_scale_rounded_by_the_class_rounds_no_frequencies() -> None:
+    native = gemma_in_bf16()
+    exact = native.model.rotary_emb.inv_freq
+    assert exact.dtype == torch.float32 and not torch.equal(exact.bfloat16().float(), exact)
+    cast = gemma_in_bf16().bfloat16()
+    for live, expected in ((native, exact), (cast, exact.bfloat16().float())):
+        rotary = parallel_model(live, ONE_PROCESS).spec.rotaries[0]
+        assert rotary is not None
+        assert torch.equal(rotary.frequencies(4, torch.device("cpu"))[0], expected)
+
+
 def test_a_class_whose_forward_was_replaced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As kernels of other libraries are installed: in transformers' class, for all models."""
     native = llama()

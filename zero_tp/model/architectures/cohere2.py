@@ -24,6 +24,7 @@ FIELDS = common.fields(
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
     """Return Llama's spec with this architecture's differences."""
+    common.require_window(config)
     shared = rotary(
         config, common.head_size_of(config), neighbours=True, arithmetic="rounded_tables"
     )
@@ -32,10 +33,7 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
         norm="biasless_layer_norm",
         norm_epsilon=config.layer_norm_eps,
         layer="shared_norm",
-        rotaries=tuple(
-            shared if kind == common.SLIDING and config.sliding_window is not None else None
-            for kind in config.layer_types
-        ),
+        rotaries=tuple(shared if kind == common.SLIDING else None for kind in config.layer_types),
         logit_scale=config.logit_scale,
     )
 

@@ -247,9 +247,18 @@ def windows_by_layer(config: PretrainedConfig) -> tuple[int | None, ...]:
         )
     if SLIDING in types and (window or 0) < 1:
         problem = f"{shown(window)} is not positive, which {SLIDING} needs"
-        remedy = f"give 1 or more and use_sliding_window: true, or no {SLIDING} layer"
+        flag = " and use_sliding_window: true" if hasattr(config, "use_sliding_window") else ""
+        remedy = f"give 1 or more{flag}, or no {SLIDING} layer"
         raise ConfigError(f"{MODEL_KEY}.sliding_window", problem, remedy)
     return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def require_window(config: PretrainedConfig) -> None:
+    """Refuse a config without a window, for a class that makes the mask of windows in any case."""
+    if config.sliding_window is None:
+        remedy = "give a number; with layer_types of full_attention alone it changes nothing"
+        problem = "null, with which transformers fails"
+        raise ConfigError(f"{MODEL_KEY}.sliding_window", problem, remedy)
 
 
 OUR_LAYER = "transformer.layers.{layer}."

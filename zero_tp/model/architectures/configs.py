@@ -84,6 +84,7 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
         ValueError,
         TypeError,
         KeyError,
+        IndexError,
         ZeroDivisionError,
         StrictDataclassError,
     ) as error:  # its own checks

@@ -35,14 +35,19 @@ def scale_in_dtype(scale: float, dtype: torch.dtype) -> float:
     return torch.tensor(scale, dtype=dtype).item()
 
 
-def spec(config: PretrainedConfig, **differences: Any) -> TransformerSpec:
-    """Return Llama's spec with the differences of Gemma 2, and those given."""
+def spec(config: PretrainedConfig, *, by_type: bool = False, **differences: Any) -> TransformerSpec:
+    """Return Llama's spec with the differences of Gemma 2, and those given.
+
+    Args:
+        by_type: see `rotaries`.
+    """
+    common.require_window(config)
     return common.spec(
         config,
         norm="offset_rms_norm",
         layer="sandwich",
         activation=common.ACTIVATIONS[config.hidden_activation],
-        rotaries=rotaries(config, common.head_size_of(config)),
+        rotaries=rotaries(config, common.head_size_of(config), by_type=by_type),
         attention_scale=config.query_pre_attn_scalar**-0.5,
         score_cap=config.attn_logit_softcapping,
         logit_cap=config.final_logit_softcapping,

@@ -14,5 +14,5 @@ FIELDS = gemma2.fields(
     irrelevant={"sliding_window_pattern": "layer_types decides"},
     undeclared={"rope_local_base_freq": float},
 )
-SPEC = partial(gemma2.spec, query_key_norm="heads")
+SPEC = partial(gemma2.spec, by_type=True, query_key_norm="heads")
 ARCHITECTURE = common.architecture(FIELDS, SPEC, "Gemma3ForCausalLM", gemma2.WEIGHTS)

@@ -19,14 +19,18 @@ FIELDS = common.fields(
 )
 
 
-def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return Llama's spec with the differences of OLMo 2 and 3."""
+def spec(config: PretrainedConfig, *, by_type: bool = False) -> TransformerSpec:
+    """Return Llama's spec with the differences of OLMo 2 and 3.
+
+    Args:
+        by_type: see `rotaries`.
+    """
     return common.spec(
         config,
         norm="wide_rms_norm",
         layer="output_norm",
         query_key_norm="whole",
-        rotaries=rotaries(config, common.head_size_of(config), arithmetic="fp32"),
+        rotaries=rotaries(config, common.head_size_of(config), by_type=by_type, arithmetic="fp32"),
     )
 
 

@@ -4,7 +4,10 @@ each type of layer.
 
 from __future__ import annotations
 
+from transformers import PretrainedConfig
+
 from zero_tp.model.architectures import common, olmo2
+from zero_tp.model.architectures.spec import TransformerSpec
 
 FIELDS = common.fields(
     sizes=("num_key_value_heads", "head_dim", "sliding_window"),
@@ -12,4 +15,12 @@ FIELDS = common.fields(
     read=("pad_token_id", "attention_bias"),
     undeclared={"head_dim": int},
 )
-ARCHITECTURE = common.architecture(FIELDS, olmo2.spec, "Olmo3ForCausalLM", olmo2.WEIGHTS)
+
+
+def spec(config: PretrainedConfig) -> TransformerSpec:
+    """Return OLMo 2's spec with this architecture's differences."""
+    common.require_window(config)
+    return olmo2.spec(config, by_type=True)
+
+
+ARCHITECTURE = common.architecture(FIELDS, spec, "Olmo3ForCausalLM", olmo2.WEIGHTS)

@@ -62,25 +62,26 @@ _LEGACY_ROPE_NAMES = {
 }
 
 
-def rotaries(config: PretrainedConfig, head_size: int, **options: Any) -> tuple[Rotary | None, ...]:
+def rotaries(
+    config: PretrainedConfig, head_size: int, *, by_type: bool = False, **options: Any
+) -> tuple[Rotary | None, ...]:
     """Return each layer's rotary positions; layers of one type share theirs.
 
-    `rope_parameters` are those of all layers, or {type of layer: parameters}.
-
     Args:
+        by_type: the class reads `rope_parameters` as {type of layer: parameters}.
         options: see `rotary`.
     """
-    parameters = config.rope_parameters
-    if not is_by_type(parameters):
+    if not by_type:
         return (rotary(config, head_size, **options),) * config.num_hidden_layers
+    parameters = config.rope_parameters
     for name, value in parameters.items():
         if name not in config.layer_types and not isinstance(value, Mapping):
             problem = f"{shown(value)} is refused: {config.model_type} has parameters for each type"
             raise _rope_error(name, problem, f"give it in rope_parameters.{config.layer_types[0]}")
-    by_type = {
+    of_types = {
         kind: _rotary_of_type(config, head_size, kind, options) for kind in set(config.layer_types)
     }
-    return tuple(by_type[kind] for kind in config.layer_types)
+    return tuple(of_types[kind] for kind in config.layer_types)
 
 
 def _rotary_of_type(
@@ -91,11 +92,6 @@ def _rotary_of_type(
         return rotary(config, head_size, layer_type=kind, **options)
     except ConfigError as error:
         raise with_keys(error, lambda name: name.replace(key, f"{key}.{kind}", 1)) from None
-
-
-def is_by_type(parameters: Mapping[str, Any]) -> bool:
-    """Return whether `rope_parameters` are nested: {type of layer: parameters}."""
-    return "full_attention" in parameters or "sliding_attention" in parameters
 
 
 def rotary(
@@ -243,7 +239,7 @@ def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> No
         is_old = name in _LEGACY_ROPE_NAMES
         values = {_LEGACY_ROPE_NAMES[name]: value} if is_old else value if name in ROPE else None
         for part, expected in (values or {}).items():
-            actual = _value_of(config.rope_parameters, part)
+            actual, place = _value_of(config.rope_parameters, part)
             if isinstance(expected, Mapping) and isinstance(actual, Mapping):
                 actual = {key: actual.get(key) for key in expected}  # the class adds defaults
             if actual != expected:
@@ -251,20 +247,22 @@ def check_rope_names(config: PretrainedConfig, written: Mapping[str, Any]) -> No
                 problem = (
                     f"{shown(expected)}, but {type(config).__name__} takes {part} {shown(actual)}"
                 )
-                raise ConfigError(
-                    f"{MODEL_KEY}.{key}", problem, f"give it as rope_parameters.{part} alone"
-                )
+                remedy = f"give it as rope_parameters.{place} alone"
+                raise ConfigError(f"{MODEL_KEY}.{key}", problem, remedy)
 
 
-def _value_of(parameters: Mapping[str, Any], part: str) -> Any:
-    """Return a value of `rope_parameters`; of nested ones that of layers with full attention,
-    where the classes put a value of a file that is not nested.
+def _value_of(parameters: Mapping[str, Any], part: str) -> tuple[Any, str]:
+    """Return a value of `rope_parameters` and its place there.
+
+    Of parameters by the type of layer it is that of full attention, where the classes put a value
+    of a file that has one for all.
     """
+    kind, name = ("full_attention", part)
     if part == _LOCAL_BASE:
-        return parameters["sliding_attention"].get("rope_theta")
-    if is_by_type(parameters) and part not in parameters:
-        return parameters["full_attention"].get(part)
-    return parameters.get(part)
+        kind, name = ("sliding_attention", "rope_theta")
+    if part not in parameters and isinstance(parameters.get(kind), Mapping):
+        return parameters[kind].get(name), f"{kind}.{name}"
+    return parameters.get(part), part
 
 
 def _rope_error(name: str, problem: str, remedy: str) -> ConfigError:

@@ -46,6 +46,7 @@ class Layer:
         head_size, kv_heads, mlp_size: d, k and f; None: h/a, a and 4h.
         gated: the MLP multiplies its activation's output by a second product of its input.
         residual_dropout, attention_dropout: whether there is any.
+        soft_cap: of the attention's scores.
         recomputed_norms: number of norms whose outputs `selective` recomputes if its modules
             include "norm".
     """
@@ -64,6 +65,7 @@ class Layer:
     residual_dropout: bool = True
     attention_dropout: bool = True
     recomputed_norms: int = 2
+    soft_cap: bool = False
 
     @classmethod
     def of(cls, spec: TransformerSpec, workload: Workload) -> Layer:
@@ -83,6 +85,7 @@ class Layer:
             residual_dropout=spec.dropouts.residual > 0,
             attention_dropout=spec.dropouts.attention > 0,
             recomputed_norms=len(LAYERS[spec.layer].recomputed_norms),
+            soft_cap=spec.score_cap is not None,
         )
 
     @property
@@ -124,10 +127,11 @@ def eager_core(layer: Layer) -> float:
     """Return the bytes that eager attention keeps besides Q, K and V.
 
     This is 5as²b/t (equation 1): softmax output 2, dropout mask 1, dropout output 2. Without
-    dropout it is e·as²b/t.
+    dropout it is e·as²b/t. A soft cap keeps as much again, the tanh's output.
     """
     e = layer.itemsize
-    return (2 * e + 1 if layer.attention_dropout else e) * layer.scores
+    capped = e * layer.scores if layer.soft_cap else 0.0
+    return (2 * e + 1 if layer.attention_dropout else e) * layer.scores + capped
 
 
 def sdpa_fused_core(layer: Layer) -> float:

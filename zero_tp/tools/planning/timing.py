@@ -16,6 +16,7 @@ import numpy as np
 
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.flops import forward_flops, head_products
+from zero_tp.model.transformer import LAYERS
 from zero_tp.parallel.devices import Device
 from zero_tp.tools.planning.formulas import Layer
 from zero_tp.tools.planning.matrix_update import MatrixUpdate
@@ -305,10 +306,14 @@ class StepTimeEstimator:
                 / spec.layers
             )
         mask = 2 * e + 1 if spec.dropouts.attention else 0
+        kind = LAYERS[spec.layer]
+        norms = len(kind.attention_norms) + len(kind.mlp_norms)
+        # Scale, division, tanh and multiplication each read and write the scores.
+        capped = 8 * e * scores if spec.score_cap is not None else 0.0
         return {
-            # Two norms. Forward reads and writes; backward reads input and gradient twice and
-            # writes one gradient: 2 · 2 and 2 · 5.
-            "norm": (4 * e * stream, 10 * e * stream),
+            # Of one norm, forward reads and writes; backward reads input and gradient twice and
+            # writes one gradient.
+            "norm": (norms * 2 * e * stream, norms * 5 * e * stream),
             "dropout": (dropped, dropped),
             # Two residual sums: each reads two tensors and writes one.
             "sums": (6 * e * stream, 6 * e * stream),
@@ -327,7 +332,10 @@ class StepTimeEstimator:
             ),
             "heads": (transposed + rotated, transposed + rotated),
             "experts": (4 * e * sorted_copies, 4 * e * sorted_copies),
-            "attention_core": (scores * (4 * e + mask), scores * (3 * e + mask)),
+            "attention_core": (
+                scores * (4 * e + mask) + capped,
+                scores * (3 * e + mask) + capped,
+            ),
         }
 
     # ---- collectives -----------------------------------------------------------------------------
