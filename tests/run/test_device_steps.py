@@ -59,7 +59,7 @@ FIRST = [
 
 
 @pytest.mark.parametrize(
-    ("model_type", "grid", "recomputed", "documents"), in_tiers(CASES, FIRST, every=5)
+    ("model_type", "grid", "recomputed", "documents"), in_tiers(CASES, FIRST, every=10)
 )
 def test_a_micro_batch_waits_for_nothing(
     model_type: str, grid: str, recomputed: str, documents: bool
@@ -100,7 +100,7 @@ PACKED += [(model_type, grid, False) for model_type in WINDOWED for grid in GRID
 
 
 @pytest.mark.parametrize(
-    ("model_type", "grid", "documents"), in_tiers(PACKED, [("qwen3", "SP", True)], every=4)
+    ("model_type", "grid", "documents"), in_tiers(PACKED, [("qwen3", "SP", True)], every=8)
 )
 def test_documents_and_windows_make_no_mask(model_type: str, grid: str, documents: bool) -> None:
     """Where `varlen_attn` runs; where it does not, the mask is seen."""
@@ -125,7 +125,7 @@ STEPS = [(model_type, grid) for model_type in (*MODEL_TYPES, *ENCODERS) for grid
 
 
 @pytest.mark.parametrize(
-    ("model_type", "grid"), in_tiers(STEPS, [("llama", "SP"), ("bert", "TP 2")], every=4)
+    ("model_type", "grid"), in_tiers(STEPS, [("llama", "SP"), ("bert", "TP 2")], every=8)
 )
 def test_our_part_of_a_step_waits_for_nothing(model_type: str, grid: str) -> None:
     """Counting labels, sums over micro-batches, the loss over DP, figures, the norm: none is

@@ -100,7 +100,7 @@ each type `test_one_process` has the maths.
 
 
 @pytest.mark.parametrize("world", in_tiers([2, 4], [2]))
-@pytest.mark.parametrize("model_type", in_tiers(MODEL_TYPES, SPLIT_FIRST))
+@pytest.mark.parametrize("model_type", in_tiers(MODEL_TYPES, SPLIT_FIRST, every=2))
 @examples(2, 3)
 @given(data=st.data())
 def test_logits_loss_and_every_gradient(
@@ -231,7 +231,9 @@ def trained(
     ("tensor", "sequence", "stage"),
     in_tiers([(2, True, 3), (4, False, 1), (4, True, 3)], [(2, True, 3)]),
 )
-@pytest.mark.parametrize("model_type", in_tiers(MODEL_TYPES, ["gpt2", "gpt_neox", "phi3", "qwen3"]))
+@pytest.mark.parametrize(
+    "model_type", in_tiers(MODEL_TYPES, ["gpt2", "gpt_neox", "phi3", "qwen3"], every=3)
+)
 @examples(1, 2)
 @given(data=st.data())
 def test_steps_through_zero(
@@ -290,7 +292,7 @@ def differing(found: dict[str, Any], expected: dict[str, Any]) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("model_type", in_tiers(MODEL_TYPES, ["gpt2", "llama", "qwen3"]))
+@pytest.mark.parametrize("model_type", in_tiers(MODEL_TYPES, ["gpt2", "llama", "qwen3"], every=2))
 @examples(4, 10)
 @given(data=st.data())
 def test_generate_equals_transformers(model_type: str, data: st.DataObject) -> None:
@@ -346,7 +348,7 @@ def generated(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", in_tiers(MODEL_TYPES, MODEL_TYPES[:1], every=3))
 @examples(2, 2)
 @given(data=st.data())
 def test_generate_agrees_on_every_token(

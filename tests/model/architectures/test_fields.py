@@ -289,7 +289,7 @@ def test_all_fields_of_a_config_are_read_again(model_type: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", in_tiers(list(ARCHITECTURES), ["qwen3"]))
+@pytest.mark.parametrize("model_type", in_tiers(list(ARCHITECTURES), ["qwen3"], every=4))
 def test_every_field_does_what_its_class_says(model_type: str, tmp_path: Path) -> None:
     architecture, base = ARCHITECTURES[model_type], general_fields(model_type)
     plain = compared(base, tmp_path)
