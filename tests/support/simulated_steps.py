@@ -134,6 +134,16 @@ class Watching(TorchDispatchMode):
         return any(each.device.type == "cpu" and each.dim() > 0 for each in tensors)
 
 
+OTHER_SIZES = {
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_num_experts": 4,
+    "moe_layer_start_index": 0,
+}
+
+
 def config_of(model_type: str, **fields: Any) -> Any:
     """A model with two layers."""
     sizes: dict[str, Any] = {
@@ -148,8 +158,8 @@ def config_of(model_type: str, **fields: Any) -> Any:
         sizes["intermediate_size"] = 128
     if model_type not in ("gpt2", "gpt_neox", *ENCODERS):
         sizes["num_key_value_heads"] = 4
-    if model_type == "qwen3":
-        sizes["head_dim"] = 8
+    declared = vars(AutoConfig.for_model(model_type))
+    sizes |= {name: size for name, size in OTHER_SIZES.items() if name in declared}
     return AutoConfig.for_model(model_type, **sizes | fields)
 
 

@@ -60,7 +60,11 @@ class TorchOptimizers:
             if params.get("per_head")
             else None
         )
-        values = {name: value.detach() for name, value in model.named_parameters()}
+        values = {
+            name: value.detach()
+            for name, value in model.named_parameters()
+            if value.requires_grad  # a router's bias is frozen
+        }
         self.leaves = {
             name: torch.nn.Parameter(value) for name, value in self.matrices(values).items()
         }
@@ -118,6 +122,7 @@ class TorchOptimizers:
         gradients = {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.float()
             for name, parameter in (computed or self.model).named_parameters()
+            if parameter.requires_grad
         }
         if perturbation is not None:
             for gradient in gradients.values():
