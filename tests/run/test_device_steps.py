@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import fake_tensor
 
+from tests.support.decoders import PLAIN_TYPES
 from tests.support.simulated_steps import ENCODERS, Does, Watching, watched, watched_step
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.settings.deepspeed import ActivationCheckpointing
@@ -43,14 +44,9 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
     "selective": {"mode": "selective", "modules": ["attention_core", "mlp_activation", "norm"]},
     "full": {"mode": "full"},
 }
-# Each kind of attention, MLP and position; norms, scales and other rotations wait for nothing more.
-DECODERS = (
-    *("gpt2", "gpt_neox", "llama", "mistral", "mixtral", "olmoe", "phi3", "qwen2", "qwen2_moe"),
-    *("qwen3", "qwen3_moe", "starcoder2"),
-)
 CASES = [
     (model_type, grid, recomputed, documents)
-    for model_type in (*DECODERS, *ENCODERS)
+    for model_type in (*PLAIN_TYPES, *ENCODERS)
     for grid in GRIDS
     for recomputed in RECOMPUTED
     for documents in ((False,) if model_type in ENCODERS else (False, True))
@@ -99,7 +95,7 @@ def test_dynamic_frequencies_uneven_heads_and_moved_checkpoints_wait_for_nothing
 
 
 WINDOWED = ("mistral", "phi3", "qwen2", "qwen3", "starcoder2")
-PACKED = [(model_type, grid, True) for model_type in DECODERS for grid in GRIDS]
+PACKED = [(model_type, grid, True) for model_type in PLAIN_TYPES for grid in GRIDS]
 PACKED += [(model_type, grid, False) for model_type in WINDOWED for grid in GRIDS]
 
 
@@ -125,7 +121,7 @@ def test_documents_and_windows_make_no_mask(model_type: str, grid: str, document
     assert masked.squares and not masked.packed and not masked.found
 
 
-STEPS = [(model_type, grid) for model_type in (*DECODERS, *ENCODERS) for grid in GRIDS]
+STEPS = [(model_type, grid) for model_type in (*PLAIN_TYPES, *ENCODERS) for grid in GRIDS]
 
 
 @pytest.mark.parametrize(

@@ -342,3 +342,8 @@ def tokens_for(fields: dict[str, Any]) -> torch.Tensor:
 
 
 MODEL_TYPES = sorted(name for name, table in ARCHITECTURES.items() if table.causal)
+PLAIN_TYPES = (
+    *("gpt2", "gpt_neox", "llama", "mistral", "mixtral", "olmoe", "phi3", "qwen2", "qwen2_moe"),
+    *("qwen3", "qwen3_moe", "starcoder2"),
+)
+"""Each kind of attention, MLP and position, with the usual norms, scales and rotations."""

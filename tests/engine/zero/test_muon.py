@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.compare import check_close, grid, norm
-from tests.support.decoders import MODEL_TYPES, decoder, decoder_fields
+from tests.support.decoders import MODEL_TYPES, PLAIN_TYPES, decoder, decoder_fields
 from tests.support.experts import fields as expert_fields
 from tests.support.families import model_sizes
 from tests.support.native import native_tensors, to_ours
@@ -110,11 +110,15 @@ def test_muon_equals_torchs(ranks: Pools, name: str, tensor: int, stage: int) ->
 OF_FAMILIES = [
     (name, tensor, stage) for name in MODEL_TYPES for tensor in (1, 2, 4) for stage in range(4)
 ]
+OF_PLAIN = [case for case in OF_FAMILIES if case[0] in PLAIN_TYPES]
+OF_OTHERS = [
+    pytest.param(*case, marks=pytest.mark.heavy) for case in OF_FAMILIES if case not in OF_PLAIN
+]
 
 
 @THOROUGH
 @pytest.mark.parametrize(
-    ("model_type", "tensor", "stage"), in_tiers(OF_FAMILIES, OF_FAMILIES[:1], every=5)
+    ("model_type", "tensor", "stage"), [*in_tiers(OF_PLAIN, OF_PLAIN[:1], every=5), *OF_OTHERS]
 )
 @examples(1, 1)
 @given(data=st.data())
