@@ -314,9 +314,10 @@ def test_adamw_with_qk_clip_equals_torchs(
     assert found == found[:1] * 4
 
 
-def clipped_in_16_bit(stage: int, dtype: str) -> None:
+def clipped_in_16_bit(stage: int, dtype: str) -> int:
     """Masters are those of a run without QK-clip, Q and K scaled by head; weights are the masters
     rounded.
+    rounded; how many heads were clipped.
     """
     masters = []
     with fp16_supported():
@@ -345,6 +346,7 @@ def clipped_in_16_bit(stage: int, dtype: str) -> None:
         for part, exponent in ((query, ALPHA), (key, 1 - ALPHA)):
             scale = part.view(4, -1)[head]
             torch.testing.assert_close(scale, (gamma**exponent).expand_as(scale))
+    return engine.qk_clip.clipped_heads
 
 
 @pytest.mark.parametrize(
@@ -360,7 +362,7 @@ def clipped_in_16_bit(stage: int, dtype: str) -> None:
     ),
 )
 def test_weights_are_the_scaled_masters_rounded(ranks: Pools, stage: int, dtype: str) -> None:
-    ranks(4).run(clipped_in_16_bit, stage, dtype)
+    assert ranks(4).run(clipped_in_16_bit, stage, dtype) == [4] * 4
 
 
 @pytest.mark.parametrize(
