@@ -316,7 +316,6 @@ def test_adamw_with_qk_clip_equals_torchs(
 
 def clipped_in_16_bit(stage: int, dtype: str) -> int:
     """Masters are those of a run without QK-clip, Q and K scaled by head; weights are the masters
-    rounded.
     rounded; how many heads were clipped.
     """
     masters = []

@@ -111,13 +111,18 @@ class TorchOptimizers:
             for kind, tensors in kinds.items()
         }
 
-    def step(self, computed: Any = None, perturbation: torch.Generator | None = None) -> None:
+    def step(
+        self,
+        computed: Any = None,
+        perturbation: torch.Generator | None = None,
+        error: float = 2**-9,
+    ) -> None:
         """Update the weights.
 
         Args:
             computed: a model with the gradients, in bf16; by default the model in fp32 itself.
-            perturbation: draws the signs of relative errors of 2^-9 in gradients, the largest of a
-                rounding to bf16.
+            perturbation: draws the signs of relative errors in gradients.
+            error: their size, by default the largest of a rounding to bf16.
         """
         gradients = {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.float()
@@ -127,7 +132,7 @@ class TorchOptimizers:
         if perturbation is not None:
             for gradient in gradients.values():
                 signs = torch.randint(0, 2, gradient.shape, generator=perturbation) * 2 - 1
-                gradient.mul_(1 + signs * 2**-9)
+                gradient.mul_(1 + signs * error)
         for name, gradient in self.matrices(gradients).items():
             self.leaves[name].grad = gradient.clone()
         if self.clip:

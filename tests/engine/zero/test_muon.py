@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.compare import check_close, grid, norm
-from tests.support.decoders import MODEL_TYPES, PLAIN_TYPES, decoder, decoder_fields
+from tests.support.decoders import MODEL_TYPES, decoder, decoder_fields
 from tests.support.experts import fields as expert_fields
 from tests.support.families import model_sizes
 from tests.support.native import native_tensors, to_ours
@@ -32,6 +32,7 @@ from tests.tiers import THOROUGH, examples, in_tiers
 from zero_tp.engine.engine import TrainingEngine
 from zero_tp.model.architectures import file_tensors
 from zero_tp.parallel.layout import Replicated, layout_of
+from zero_tp.parallel.topology import Topology
 
 PARAMS: dict[str, Any] = {"lr": 1e-2, "adamw": {"lr": 4e-3, "betas": (0.8, 0.9), "eps": 1e-3}}
 
@@ -67,6 +68,40 @@ def compared(
     if not params.get("per_head"):
         check_states(engine, optimizers.states())
     return losses
+
+
+ROUNDING = 2.0**-23  # a relative error of fp32
+SETTLED = 2.5e-6  # a quarter of what `check_states` allows
+
+
+def settled_seed(fields: dict[str, Any], seed: int, params: dict[str, Any], clip: float) -> int:
+    """The first of the next seeds whose model torch itself trains to the same momentum, when each
+    gradient has one more rounding error: iterations on a nearly singular matrix enlarge it.
+    """
+    for candidate in range(seed, seed + 20):
+        momentum = [momentum_of(fields, candidate, params, clip, draw) for draw in (None, 1, 2, 3)]
+        exact, *others = momentum
+        if all(
+            norm(other[name] - exact[name]) <= SETTLED * norm(exact[name])
+            for other in others
+            for name in exact
+        ):
+            return candidate
+    raise AssertionError(f"rounding moves all models of the seeds {seed} to {candidate}: {fields}")
+
+
+def momentum_of(
+    fields: dict[str, Any], seed: int, params: dict[str, Any], clip: float, draw: int | None
+) -> dict[str, Tensor]:
+    """Torch's momentum after the steps; with `draw` of gradients with another rounding."""
+    reference = decoder(fields, seed)
+    optimizers = TorchOptimizers(reference, params | {"per_head": False}, clip)
+    generator = None if draw is None else torch.Generator().manual_seed(draw)
+    for tokens in batches(fields, seed):
+        reference.zero_grad()
+        loss_of(reference, tokens, Topology(world=1)).backward()
+        optimizers.step(perturbation=generator, error=ROUNDING)
+    return optimizers.states()["momentum_buffer"]
 
 
 def check_states(engine: Any, expected: dict[str, dict[str, Tensor]]) -> None:
@@ -110,15 +145,11 @@ def test_muon_equals_torchs(ranks: Pools, name: str, tensor: int, stage: int) ->
 OF_FAMILIES = [
     (name, tensor, stage) for name in MODEL_TYPES for tensor in (1, 2, 4) for stage in range(4)
 ]
-OF_PLAIN = [case for case in OF_FAMILIES if case[0] in PLAIN_TYPES]
-OF_OTHERS = [
-    pytest.param(*case, marks=pytest.mark.heavy) for case in OF_FAMILIES if case not in OF_PLAIN
-]
 
 
 @THOROUGH
 @pytest.mark.parametrize(
-    ("model_type", "tensor", "stage"), [*in_tiers(OF_PLAIN, OF_PLAIN[:1], every=5), *OF_OTHERS]
+    ("model_type", "tensor", "stage"), in_tiers(OF_FAMILIES, OF_FAMILIES[:1], every=5)
 )
 @examples(1, 1)
 @given(data=st.data())
@@ -146,6 +177,7 @@ def test_muon_of_each_family(
             st.sampled_from([None, "original", "match_rms_adamw"]), label="rate"
         ),
     }
+    seed = settled_seed(fields, seed, params, clip)
     found = ranks(4).run(compared, fields, seed, tensor, tensor > 1, stage, params, clip)
     assert found == found[:1] * 4
 
