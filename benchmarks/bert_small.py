@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 from dated import ROOT, write_result  # type: ignore[import-not-found]  # beside this script
+from launched import launched  # type: ignore[import-not-found]
 from sentencex import segment
 
 from zero_tp.base.constants import IGNORE_INDEX
@@ -51,20 +52,6 @@ VOCABULARY = 2048
 COUNTED = 4000  # training samples whose masked tokens say which is the most frequent
 
 Example = dict[str, Any]
-
-
-def launched(arguments: list[str]) -> None:
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")
 
 
 def pretrained(run: Path | None, folder: Path) -> tuple[Path, dict[str, Any]]:

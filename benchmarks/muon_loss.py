@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.dated import ROOT, write_result
+from benchmarks.dated import write_result
+from benchmarks.launched import launched
 
 RANKS = 2
 WARM_UP = 5
@@ -31,20 +29,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "params": {**SHARED, "adjust_lr_fn": "match_rms_adamw", "adamw": {"betas": [0.9, 0.95]}},
     },
 }
-
-
-def call(*words: str) -> None:
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(words)} failed:\n{done.stdout}{done.stderr}")
 
 
 def train(name: str, data: Path, directory: Path, steps: int) -> list[dict[str, Any]]:
@@ -62,7 +46,7 @@ def train(name: str, data: Path, directory: Path, steps: int) -> list[dict[str, 
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     runner = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS))
     config = ("--deepspeed_config", "ds_configs/quickstart.json", "--output-dir", str(directory))
-    call(*runner, "launch/pretrain.py", *config, *words)
+    launched([*runner, "launch/pretrain.py", *config, *words])
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -75,7 +59,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "data")
         corpus = ("--input", "launch/corpus/sotu.jsonl.gz", "--tokenizer", "bpe:4096")
-        call("launch/prepare_data.py", *corpus, "--output", str(data))
+        launched(["launch/prepare_data.py", *corpus, "--output", str(data)])
         for name in OPTIMIZERS:
             lines = train(name, data, Path(folder, name), arguments.steps)
             steps = [line for line in lines if "loss" in line]

@@ -129,6 +129,7 @@ class TransformerLayer(nn.Module):
         self._make_norms(make, spec, self.mlp_norms)
         self.mlp = MLPS[spec.mlps[number]](make.child("mlp"), spec)
         self.dropout = dropout
+        self.scale = spec.residual_scale
 
     def _make_norms(
         self, make: ParameterMaker, spec: TransformerSpec, names: tuple[str, ...]
@@ -188,17 +189,6 @@ class SharedNormLayer(TransformerLayer):
 
 class ScaledLayer(TransformerLayer):
     """Pre-norm, each branch's output times the spec's `residual_scale`."""
-
-    def __init__(
-        self,
-        make: ParameterMaker,
-        spec: TransformerSpec,
-        streams: RandomStreams,
-        dropout: Dropout,
-        number: int,
-    ):
-        super().__init__(make, spec, streams, dropout, number)
-        self.scale = spec.residual_scale
 
     def forward(self, x: Tensor, *, context: ForwardContext) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), context=context)) * self.scale
