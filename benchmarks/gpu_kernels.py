@@ -23,8 +23,8 @@ from torch import Tensor
 
 from zero_tp.engine.zero.adamw import adamw
 from zero_tp.model.mlp import _gated
-from zero_tp.model.norm import Scaling, _gradients, _rms_norm, _rows_gradient, _weight_gradient
 from zero_tp.model.position import _rotate_back_and_join, _rotate_pairs_
+from zero_tp.model.rms_norm import Scaling, _gradients, _rms_norm, _rows_gradient, _weight_gradient
 
 TOKENS = 16_384
 HIDDEN = 2048

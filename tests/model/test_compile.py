@@ -19,7 +19,8 @@ from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.model.mlp import _gated, _gated_gradient
-from zero_tp.model.norm import (
+from zero_tp.model.position import _rotate_back_and_join, _rotate_pairs_
+from zero_tp.model.rms_norm import (
     OffsetScaling,
     Scaling,
     WideScaling,
@@ -27,9 +28,9 @@ from zero_tp.model.norm import (
     _rows_gradient,
     _weight_gradient,
 )
-from zero_tp.model.position import _rotate_back_and_join, _rotate_pairs_
 from zero_tp.parallel import elementwise
-from zero_tp.parallel.loss import LogitMap, _max_and_sum_exp, _to_probabilities_
+from zero_tp.parallel.logits import LogitMap
+from zero_tp.parallel.loss import _max_and_sum_exp, _to_probabilities_
 from zero_tp.parallel.topology import Topology
 
 STEPS, BATCH, SEQUENCE = 3, 8, 16

@@ -13,7 +13,7 @@ from tests.support.streams import BATCH, VOCABULARY, config_of
 from tests.tiers import THOROUGH
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.mlp import GatedActivation
-from zero_tp.model.norm import OffsetScaling, Scaling, WideScaling, _RMSNorm
+from zero_tp.model.rms_norm import OffsetScaling, Scaling, WideScaling, _RMSNorm
 from zero_tp.parallel import elementwise, loss
 from zero_tp.parallel.elementwise import CHUNKED
 from zero_tp.parallel.gradients import sum_of_squares

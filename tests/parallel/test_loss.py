@@ -20,7 +20,8 @@ from zero_tp.parallel import elementwise
 from zero_tp.parallel import loss as module
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.layout import Sharded, vocab_shard_range
-from zero_tp.parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_logits
+from zero_tp.parallel.logits import LogitMap, vocab_parallel_logits
+from zero_tp.parallel.loss import vocab_parallel_cross_entropy
 from zero_tp.parallel.token_scores import vocab_parallel_token_scores
 
 HIDDEN = 6
@@ -113,7 +114,7 @@ def cross_entropy(case: Case) -> set[str]:
             "vocabulary": case.vocabulary,
             "group": group,
             "ignore_index": index,
-            "logit_map": module.LogitMap(case.scale, case.cap),
+            "logit_map": LogitMap(case.scale, case.cap),
         }
         once: dict[str, Any] = {"sequence": case.sequence, "divisor": divisor, **common}
         found, correct = vocab_parallel_cross_entropy(

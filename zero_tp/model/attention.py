@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.context import AttentionMask, ForwardContext, PackedSequences, VarlenMask
-from zero_tp.model.norm import NORMS, RMSNorm, SplitRMSNorm
+from zero_tp.model.norm import NORMS
 from zero_tp.model.position import apply_rotary
 from zero_tp.model.qkv import FusedQKV, GroupedQKV, heads_by_rank
+from zero_tp.model.rms_norm import RMSNorm, SplitRMSNorm
 from zero_tp.parallel import devices
 from zero_tp.parallel.elementwise import ElementwiseModule
 from zero_tp.parallel.linear import RowParallelLinear

@@ -17,7 +17,8 @@ from zero_tp.parallel.collectives import gather_from_sequence_region
 from zero_tp.parallel.elementwise import ElementwiseModule
 from zero_tp.parallel.layout import split_vocabulary
 from zero_tp.parallel.linear import ReplicatedLinear
-from zero_tp.parallel.loss import LogitMap, vocab_parallel_cross_entropy, vocab_parallel_logits
+from zero_tp.parallel.logits import LogitMap, vocab_parallel_logits
+from zero_tp.parallel.loss import vocab_parallel_cross_entropy
 from zero_tp.parallel.parameter import ConstantInit, Normal, ParameterMaker
 from zero_tp.parallel.token_scores import TokenScores, vocab_parallel_token_scores
 

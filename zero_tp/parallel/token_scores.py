@@ -18,6 +18,7 @@ from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.parallel import loss
 from zero_tp.parallel.collectives import Group, group_rank, group_size
 from zero_tp.parallel.layout import vocab_shard_range
+from zero_tp.parallel.logits import LogitMap, all_gather_softmax, shard_logits
 
 
 class TokenScores(NamedTuple):
@@ -41,7 +42,7 @@ def vocab_parallel_token_scores(
     vocabulary: int,
     group: Group,
     ignore_index: int = IGNORE_INDEX,
-    logit_map: loss.LogitMap = loss.LogitMap(),  # noqa: B008 (immutable)
+    logit_map: LogitMap = LogitMap(),  # noqa: B008 (immutable)
 ) -> TokenScores:
     """Return the scores of `labels` under softmax(`hidden` Wᵀ + `bias`); equal on all TP ranks.
 
@@ -69,7 +70,7 @@ def vocab_parallel_token_scores(
         # Splitting an empty tensor gives one empty chunk.
         if not len(chunk):
             continue
-        logits = loss.shard_logits(flat_hidden[chunk], weight, bias, valid, logit_map)
+        logits = shard_logits(flat_hidden[chunk], weight, bias, valid, logit_map)
         nll[chunk], greedy[chunk] = scores_of_logits(
             logits, flat_labels[chunk], first=first, valid=valid, group=group
         )
@@ -108,7 +109,7 @@ def scores_of_logits(
     ).to(logits.dtype)
     total = logits.sub_(best.unsqueeze(1)).exp_().sum(1)
     # Truth values travel as fp32 numbers, in the same all-gather as the logits.
-    softmax = loss.all_gather_softmax(
+    softmax = all_gather_softmax(
         best, total, torch.cat((label_logits, is_local_argmax), 1).t(), group
     )
     logits_by_rank, argmax_by_rank = softmax.extra.transpose(1, 2).chunk(2, 2)  # [t, n, k]

@@ -16,7 +16,7 @@ from tests.support.plan_configs import DOCUMENTS, WIDE, WINDOWS, family, load
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
-from zero_tp.model import norm
+from zero_tp.model import rms_norm
 from zero_tp.model.recompute.stores import MAX_COPIES_OUT
 from zero_tp.parallel import elementwise
 from zero_tp.tools.planning.dryrun import dry_run
@@ -38,7 +38,7 @@ def test_a_dry_run_computes_representative_chunks_and_no_others(
     """A piece is one of 4 × 256 rows."""
     monkeypatch.setattr(elementwise, "CACHE_ELEMENTS", 1)
     config = load(family("llama", "zero_tp.parallel.tensor=1"))
-    with mock.patch.object(norm, "_rms_norm", wraps=norm._rms_norm) as normed:
+    with mock.patch.object(rms_norm, "_rms_norm", wraps=rms_norm._rms_norm) as normed:
         dry_run(config.hf_config(), workload_of(config, cpu=True))
     assert normed.call_count % 3 == 0 and 3 <= normed.call_count <= 60
 

@@ -1,0 +1,307 @@
+"""Root mean square norms (arXiv 1910.07467), whose input and partial gradients are as in
+model/layer_norm.py; also over features that are split over TP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from zero_tp.model.layer_norm import Norm
+from zero_tp.parallel.collectives import Group, all_reduce
+from zero_tp.parallel.elementwise import ElementwiseModule, ElementwiseOps
+from zero_tp.parallel.gradients import GradientSum
+from zero_tp.parallel.layout import Replicated, Sharded
+from zero_tp.parallel.parameter import ConstantInit, ParameterMaker
+
+
+class Scaling:
+    """What follows x · 1/√(mean(x²) + ε) in a root mean square norm: Llama's rounding, then w."""
+
+    @staticmethod
+    def apply(normed: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the norm's output. fp32 [n, h], [h] → [n, h] in `dtype`."""
+        # transformers' LlamaRMSNorm rounds here; rounding once, after the weight, gives other bits.
+        return weight * normed.to(dtype)
+
+    @staticmethod
+    def normed_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of `normed`, fp32 [n, h]."""
+        return (gradient * weight).float()
+
+    @staticmethod
+    def weight_factor(normed: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what the output's gradient is multiplied by for that of the weight. [n, h]"""
+        return normed.to(dtype)
+
+
+class WideScaling(Scaling):
+    """The weight multiplies in fp32, and the product is rounded once (OLMo 2)."""
+
+    @staticmethod
+    def apply(normed: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return (weight.float() * normed).to(dtype)
+
+    @staticmethod
+    def normed_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+        return gradient.float() * weight.float()
+
+    @staticmethod
+    def weight_factor(normed: Tensor, dtype: torch.dtype) -> Tensor:
+        return normed
+
+
+class OffsetScaling(WideScaling):
+    """Times 1 + w, in fp32 (Gemma)."""
+
+    @staticmethod
+    def apply(normed: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return (normed * (1.0 + weight.float())).to(dtype)
+
+    @staticmethod
+    def normed_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
+        return gradient.float() * (1.0 + weight.float())
+
+
+def _rms_norm(
+    rows: Tensor, weight: Tensor | None, epsilon: float, scaling: type[Scaling]
+) -> tuple[Tensor, Tensor]:
+    """Return the normed rows [n, h], scaled, and 1/√(mean(x²) + ε), fp32 [n, 1]."""
+    rows_fp32 = rows.float()
+    scale = torch.rsqrt(rows_fp32.square().mean(-1, keepdim=True) + epsilon)
+    normed = rows_fp32 * scale
+    return (
+        normed.to(rows.dtype) if weight is None else scaling.apply(normed, weight, rows.dtype),
+        scale,
+    )
+
+
+def _weight_gradient(
+    gradient: Tensor, rows: Tensor, scale: Tensor, scaling: type[Scaling]
+) -> Tensor:
+    """Return the gradient of the weight, fp32 [h]."""
+    # The normed rows are computed again: they would be another activation of 2sbh bytes.
+    factor = scaling.weight_factor(rows.float() * scale, rows.dtype)
+    return (gradient * factor).sum(0, dtype=torch.float32)
+
+
+def _rows_gradient(
+    gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor | None, scaling: type[Scaling]
+) -> Tensor:
+    """Return the gradient of the rows [n, h]."""
+    # With n = x·scale and g = dY·w: dx = (g - n · mean(g · n)) · scale.
+    normed = rows.float() * scale
+    normed_gradient = (
+        gradient.float() if weight is None else scaling.normed_gradient(gradient, weight)
+    )
+    projection = (normed_gradient * normed).mean(-1, keepdim=True)
+    return ((normed_gradient - normed * projection) * scale).to(rows.dtype)
+
+
+def _gradients(
+    gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor, scaling: type[Scaling]
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the rows and of the weight. Compiled it reads the rows once."""
+    return (
+        _rows_gradient(gradient, rows, scale, weight, scaling),
+        _weight_gradient(gradient, rows, scale, scaling),
+    )
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Compute x / √(mean(x²) + ε) in fp32, scaled by the weight if there is one. Backward keeps x
+    and one number per row.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        weight: Tensor | None,
+        epsilon: float,
+        scaling: type[Scaling],
+        gradient_sum: GradientSum | None,
+        ops: ElementwiseOps,
+    ) -> Tensor:
+        normed, scale = ops.map_rows(_rms_norm, (_rows(tensor),), weight, epsilon, scaling)
+        ctx.save_for_backward(tensor, weight, scale)
+        ctx.scaling = scaling
+        ctx.gradient_sum = gradient_sum
+        ctx.ops = ops
+        output: Tensor = normed.view(tensor.shape)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tensor, weight, scale = ctx.saved_tensors
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        rows = (_rows(gradient), _rows(tensor), scale)
+        others = (weight, ctx.scaling)
+        reducing = weight_gradient = input_gradient = None
+        if needs_weight and needs_input and ctx.gradient_sum is None:
+            input_gradient, weight_gradient = ctx.ops.map_and_sum_rows(_gradients, rows, *others)
+            weight_gradient = weight_gradient.to(weight.dtype)
+            return input_gradient.view(tensor.shape), weight_gradient, *(None,) * 4
+        if needs_weight:
+            # Its all-reduce runs while the input's gradient is computed.
+            weight_gradient = ctx.ops.sum_rows(_weight_gradient, rows, ctx.scaling).to(weight.dtype)
+            reducing = (
+                ctx.gradient_sum.start(weight_gradient) if ctx.gradient_sum is not None else None
+            )
+        if needs_input:
+            input_gradient = ctx.ops.map_rows(_rows_gradient, rows, *others).view(tensor.shape)
+        if reducing is not None:
+            (weight_gradient,) = reducing.wait()
+        return input_gradient, weight_gradient, *(None,) * 4
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+class RMSNorm(Norm):
+    """Root mean square normalisation, with a weight. [*, h] → [*, h].
+
+    Equation 4 of arXiv 1910.07467.
+    """
+
+    scaling: ClassVar[type[Scaling]] = Scaling
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        output: Tensor = _RMSNorm.apply(
+            tensor, self.weight, self.epsilon, self.scaling, self.gradient_sum, self.elementwise
+        )
+        return output
+
+
+class WideRMSNorm(RMSNorm):
+    """RMSNorm whose weight multiplies before the only rounding. [*, h] → [*, h]."""
+
+    scaling = WideScaling
+
+
+class OffsetRMSNorm(RMSNorm):
+    """RMSNorm times 1 + w; w begins at 0. [*, h] → [*, h]."""
+
+    initial_weight = 0.0
+    scaling = OffsetScaling
+
+
+class WeightlessRMSNorm(ElementwiseModule):
+    """RMSNorm without a weight. [*, h] → [*, h]."""
+
+    parameter_names: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, sharded_input: bool):
+        super().__init__()
+        self.epsilon = epsilon
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        output: Tensor = _RMSNorm.apply(tensor, None, self.epsilon, Scaling, None, self.elementwise)
+        return output
+
+
+class _SplitRMSNorm(torch.autograd.Function):
+    """Compute x / √(Σ x² / N + ε), of N features that are split over TP, times the weight.
+
+    Forward all-reduces each row's sum of squares, backward its product of gradient and normed
+    features: [n, 1] in fp32. If several ranks have a feature, each counts its `share` of it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        share: Tensor | float,
+        size: int,
+        epsilon: float,
+        scaling: type[Scaling],
+        group: Group,
+    ) -> Tensor:
+        # TP 2, 3 KV heads, of which both ranks have k1: rank 0 adds k0² + k1²/2, rank 1 k1²/2 +
+        # k2².
+        squares = all_reduce((rows.float().square() * share).sum(-1, keepdim=True), group)
+        scale = torch.rsqrt(squares / size + epsilon)
+        ctx.save_for_backward(rows, weight, scale)
+        ctx.share = share
+        ctx.size = size
+        ctx.scaling = scaling
+        ctx.group = group
+        return scaling.apply(rows.float() * scale, weight, rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, scale = ctx.saved_tensors
+        normed = rows.float() * scale
+        normed_gradient = ctx.scaling.normed_gradient(gradient, weight)
+        projection = (
+            all_reduce((normed_gradient * normed).sum(-1, keepdim=True), ctx.group) / ctx.size
+        )
+        # Ranks that share a head each have the gradient of their own queries, which are added up
+        # later in the weights' and the input's gradients. The projection counts once there, hence
+        # its share.
+        rows_gradient = ((normed_gradient - normed * projection * ctx.share) * scale).to(rows.dtype)
+        weight_gradient = _weight_gradient(gradient, rows, scale, ctx.scaling).to(weight.dtype)
+        return rows_gradient, weight_gradient, *(None,) * 5
+
+
+class SplitRMSNorm(nn.Module):
+    """RMSNorm over the features of all heads together, of which a rank has some.
+
+    [b, heads, s, d] → the same.
+
+    Ranks may share heads (see `GroupedQKV`). Each then counts such a head in part, and the weight's
+    gradient is partial.
+
+    Args:
+        heads_by_rank: heads of each TP rank.
+        size: features of a head, d.
+        like: the norm that it computes over all heads.
+    """
+
+    def __init__(
+        self,
+        make: ParameterMaker,
+        heads_by_rank: Sequence[range],
+        size: int,
+        epsilon: float,
+        like: type[RMSNorm] = RMSNorm,
+    ):
+        super().__init__()
+        own = heads_by_rank[make.topology.tensor_rank]
+        count = heads_by_rank[-1].stop
+        self.size = size
+        self.total = count * size
+        self.epsilon = epsilon
+        self.group = make.topology.tensor_group
+        shared = sum(map(len, heads_by_rank)) > count
+        self.ranks_per_head = (
+            [sum(head in heads for heads in heads_by_rank) for head in own] if shared else None
+        )
+        self.features = slice(own.start * size, own.stop * size)
+        # Ranks that share a head need the same elements, so no split gives each its own.
+        layout = Replicated("partial") if shared else Sharded(0, (self.total,))
+        initial = ConstantInit(like.initial_weight)
+        self.weight = make.parameter("weight", (self.total,), layout, initial)
+        self.scaling = like.scaling
+
+    def forward(self, heads: Tensor) -> Tensor:
+        share: Tensor | float = 1.0
+        weight: Tensor = self.weight
+        # A tensor from the host would synchronise with the device.
+        if self.ranks_per_head is not None:
+            parts = [
+                weight.new_full((self.size,), 1 / count, dtype=torch.float32)
+                for count in self.ranks_per_head
+            ]
+            share = torch.cat(parts)
+            weight = weight[self.features]
+        joined = heads.permute(2, 0, 1, 3).flatten(2)  # [s, b, w]
+        normed: Tensor = _SplitRMSNorm.apply(
+            _rows(joined), weight, share, self.total, self.epsilon, self.scaling, self.group
+        )
+        return normed.view(*joined.shape[:2], -1, self.size).permute(1, 2, 0, 3)
