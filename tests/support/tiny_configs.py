@@ -10,6 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from zero_tp.model.architectures import ARCHITECTURES
 from zero_tp.model.architectures.common import FULL, SLIDING
+from zero_tp.model.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG
 
 MODEL_TYPES = sorted(ARCHITECTURES)
 CAUSAL_TYPES = [name for name in MODEL_TYPES if ARCHITECTURES[name].causal]
@@ -116,3 +117,14 @@ def general_fields(model_type: str) -> dict[str, Any]:
             if aliases.get(name, name) in known
         },
     }
+
+
+def fields_of(model_type: str) -> list[str]:
+    """All that the config class has, that its file may have, and that the tables know."""
+    declared = [field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])]
+    known = (
+        *ARCHITECTURES[model_type].fields.names(),
+        *IRRELEVANT_IN_EVERY_CONFIG,
+        *FIXED_IN_EVERY_CONFIG,
+    )
+    return list(dict.fromkeys((*declared, *known)))
