@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from zero_tp.model.architectures import common
+from zero_tp.model.architectures import common, llama_names
 from zero_tp.model.architectures.fields import GENERATION_FIELDS, UNTRAINED_HEAD, Fields
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.architectures.table import Architecture, Weight
@@ -109,17 +109,17 @@ def encoder_weights(spec: TransformerSpec, norms: dict[str, str]) -> Iterator[We
         "mlp.down": ("output.dense",),
     }
     for our_name, hf_names in linears.items():
-        yield from common.module_weights(
-            common.OUR_LAYER + our_name, *(layer + name for name in hf_names)
+        yield from llama_names.module_weights(
+            llama_names.OUR_LAYER + our_name, *(layer + name for name in hf_names)
         )
     for our_name, hf_name in norms.items():
-        yield from common.module_weights(f"transformer.{our_name}", f"bert.{hf_name}")
-    yield from common.module_weights("head.dense", "cls.predictions.transform.dense")
-    yield from common.module_weights("head.norm", "cls.predictions.transform.LayerNorm")
+        yield from llama_names.module_weights(f"transformer.{our_name}", f"bert.{hf_name}")
+    yield from llama_names.module_weights("head.dense", "cls.predictions.transform.dense")
+    yield from llama_names.module_weights("head.norm", "cls.predictions.transform.LayerNorm")
     yield Weight("head.decoder.bias", "cls.predictions.bias")
     if spec.sentence_head:
-        yield from common.module_weights("sentence_head.pooler", "bert.pooler.dense")
-        yield from common.module_weights("sentence_head.classifier", "cls.seq_relationship")
+        yield from llama_names.module_weights("sentence_head.pooler", "bert.pooler.dense")
+        yield from llama_names.module_weights("sentence_head.classifier", "cls.seq_relationship")
 
 
 def weights(spec: TransformerSpec) -> tuple[Weight, ...]:

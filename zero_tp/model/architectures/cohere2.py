@@ -8,7 +8,7 @@ from functools import partial
 
 from transformers import PretrainedConfig
 
-from zero_tp.model.architectures import common
+from zero_tp.model.architectures import common, llama_names
 from zero_tp.model.architectures.rotary import rotary
 from zero_tp.model.architectures.spec import TransformerSpec
 
@@ -38,5 +38,5 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
     )
 
 
-WEIGHTS = partial(common.weights, norms={"attention_norm": "input_layernorm"})
+WEIGHTS = partial(llama_names.weights, norms={"attention_norm": "input_layernorm"})
 ARCHITECTURE = common.architecture(FIELDS, spec, "Cohere2ForCausalLM", WEIGHTS)

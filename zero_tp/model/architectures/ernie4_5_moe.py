@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError, shown
-from zero_tp.model.architectures import common
+from zero_tp.model.architectures import common, llama_names
 from zero_tp.model.architectures.rotary import rotaries
 from zero_tp.model.architectures.spec import Dropouts, ExpertsSpec, TransformerSpec
 
@@ -104,7 +104,7 @@ def _number(config: PretrainedConfig, name: str) -> int:
 
 
 WEIGHTS = partial(
-    common.weights,
+    llama_names.weights,
     shared="shared_experts",
     correction_bias="moe_statics.e_score_correction_bias",
     native_correction_bias="gate.moe_statics.e_score_correction_bias",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from zero_tp.model.architectures import common
+from zero_tp.model.architectures import common, llama_names
 from zero_tp.model.architectures.fields import Fields
 from zero_tp.model.architectures.rotary import rotaries
 from zero_tp.model.architectures.spec import TransformerSpec
@@ -57,5 +57,5 @@ def spec(config: PretrainedConfig, *, by_type: bool = False, **differences: Any)
 
 
 FIELDS = fields(positive=("attn_logit_softcapping",))
-WEIGHTS = partial(common.weights, norms=common.SANDWICH_NORM_NAMES)
+WEIGHTS = partial(llama_names.weights, norms=llama_names.SANDWICH_NORM_NAMES)
 ARCHITECTURE = common.architecture(FIELDS, spec, "Gemma2ForCausalLM", WEIGHTS)

@@ -8,7 +8,7 @@ from functools import partial
 
 from transformers import PretrainedConfig
 
-from zero_tp.model.architectures import common
+from zero_tp.model.architectures import common, llama_names
 from zero_tp.model.architectures.rotary import rotaries
 from zero_tp.model.architectures.spec import TransformerSpec
 
@@ -36,7 +36,7 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
 
 
 WEIGHTS = partial(
-    common.weights,
+    llama_names.weights,
     mlp={"gate_up": ("gate_up_proj",), "down": ("down_proj",)},
     norms=NORM_NAMES,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from zero_tp.model.architectures import common
+from zero_tp.model.architectures import common, llama_names
 from zero_tp.model.architectures.fields import (
     FIXED_IN_DECODERS,
     IRRELEVANT_IN_DECODERS,
@@ -77,12 +77,12 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
         ("mlp.up", "mlp.c_fc", True),
         ("mlp.down", "mlp.c_proj", True),
     ):
-        names = common.OUR_LAYER + our_name, "transformer.h.{layer}." + hf_name
-        listed += common.module_weights(*names, transposed=transposed)
+        names = llama_names.OUR_LAYER + our_name, "transformer.h.{layer}." + hf_name
+        listed += llama_names.module_weights(*names, transposed=transposed)
     return (
         *listed,
-        *common.module_weights("transformer.final_norm", "transformer.ln_f"),
-        common.HEAD,
+        *llama_names.module_weights("transformer.final_norm", "transformer.ln_f"),
+        llama_names.HEAD,
     )
 
 

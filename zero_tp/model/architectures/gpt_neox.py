@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from zero_tp.model.architectures import common
+from zero_tp.model.architectures import common, llama_names
 from zero_tp.model.architectures.fields import UNTRAINED_HEAD
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.architectures.table import Architecture, Weight
@@ -56,12 +56,12 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
         ("mlp.up", "mlp.dense_h_to_4h", True, None),
         ("mlp.down", "mlp.dense_4h_to_h", True, None),
     ):
-        names = common.OUR_LAYER + our_name, "gpt_neox.layers.{layer}." + hf_name
-        listed += common.module_weights(*names, bias=bias, heads=heads)
+        names = llama_names.OUR_LAYER + our_name, "gpt_neox.layers.{layer}." + hf_name
+        listed += llama_names.module_weights(*names, bias=bias, heads=heads)
     return (
         *listed,
-        *common.module_weights("transformer.final_norm", "gpt_neox.final_layer_norm"),
-        common.HEAD,
+        *llama_names.module_weights("transformer.final_norm", "gpt_neox.final_layer_norm"),
+        llama_names.HEAD,
     )
 
 

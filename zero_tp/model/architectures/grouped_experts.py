@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError
-from zero_tp.model.architectures import common
+from zero_tp.model.architectures import common, llama_names
 from zero_tp.model.architectures.spec import ExpertsSpec, TransformerSpec
 
 SIZES = (
@@ -28,7 +28,7 @@ NUM_LOCAL_EXPERTS = {"num_local_experts": int}
 """The class's own name of `n_routed_experts`."""
 
 WEIGHTS = partial(
-    common.weights, shared="shared_experts", correction_bias="gate.e_score_correction_bias"
+    llama_names.weights, shared="shared_experts", correction_bias="gate.e_score_correction_bias"
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from zero_tp.model.architectures import common
+from zero_tp.model.architectures import common, llama_names
 
 FIELDS = common.fields(
     sizes=(
@@ -18,7 +18,9 @@ FIELDS = common.fields(
 )
 # The published names: w1 is the gate, w3 up, w2 down.
 WEIGHTS = partial(
-    common.weights, block="block_sparse_moe", linears={"gate_up": ("w1", "w3"), "down": ("w2",)}
+    llama_names.weights,
+    block="block_sparse_moe",
+    linears={"gate_up": ("w1", "w3"), "down": ("w2",)},
 )
 ARCHITECTURE = common.architecture(
     FIELDS, partial(common.spec, mlp="experts"), "MixtralForCausalLM", WEIGHTS

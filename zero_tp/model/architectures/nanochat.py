@@ -9,7 +9,7 @@ from functools import partial
 
 from transformers import PretrainedConfig
 
-from zero_tp.model.architectures import common
+from zero_tp.model.architectures import common, llama_names
 from zero_tp.model.architectures.rotary import rotaries
 from zero_tp.model.architectures.spec import TransformerSpec
 
@@ -36,5 +36,5 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
     )
 
 
-WEIGHTS = partial(common.weights, mlp={"up": ("fc1",), "down": ("fc2",)})
+WEIGHTS = partial(llama_names.weights, mlp={"up": ("fc1",), "down": ("fc2",)})
 ARCHITECTURE = common.architecture(FIELDS, spec, "NanoChatForCausalLM", WEIGHTS)

@@ -8,7 +8,7 @@ from functools import partial
 
 from transformers import PretrainedConfig
 
-from zero_tp.model.architectures import common
+from zero_tp.model.architectures import common, llama_names
 from zero_tp.model.architectures.rotary import rotaries
 from zero_tp.model.architectures.spec import TransformerSpec
 
@@ -34,5 +34,5 @@ def spec(config: PretrainedConfig, *, by_type: bool = False) -> TransformerSpec:
     )
 
 
-WEIGHTS = partial(common.weights, norms=common.OUTPUT_NORM_NAMES)
+WEIGHTS = partial(llama_names.weights, norms=llama_names.OUTPUT_NORM_NAMES)
 ARCHITECTURE = common.architecture(FIELDS, spec, "Olmo2ForCausalLM", WEIGHTS)

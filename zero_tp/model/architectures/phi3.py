@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from transformers import PretrainedConfig
 
-from zero_tp.model.architectures import common
+from zero_tp.model.architectures import common, llama_names
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.architectures.table import Weight
 
@@ -36,7 +36,7 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
 
 def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
     """Return every parameter of a model of this spec."""
-    attention = list(common.layer_weights("attention.qkv", "self_attn.qkv_proj", bias=False))
+    attention = list(llama_names.layer_weights("attention.qkv", "self_attn.qkv_proj", bias=False))
     if spec.kv_heads != spec.heads:
         # Three parameters here, rows of one tensor there. With 4 heads and 2 KV heads of d
         # features:
@@ -46,13 +46,15 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
         attention = [
             replace(
                 attention[0],
-                our_name=f"{common.OUR_LAYER}attention.qkv.{our_name}",
+                our_name=f"{llama_names.OUR_LAYER}attention.qkv.{our_name}",
                 rows=(start, end, ends[-1]),
             )
             for our_name, start, end in zip(parts, (0, *ends), ends, strict=False)
         ]
-    attention += common.layer_weights("attention.output", "self_attn.o_proj", bias=False)
-    return common.weights(spec, attention, {"gate_up": ("gate_up_proj",), "down": ("down_proj",)})
+    attention += llama_names.layer_weights("attention.output", "self_attn.o_proj", bias=False)
+    return llama_names.weights(
+        spec, attention, {"gate_up": ("gate_up_proj",), "down": ("down_proj",)}
+    )
 
 
 ARCHITECTURE = common.architecture(FIELDS, spec, "Phi3ForCausalLM", weights)

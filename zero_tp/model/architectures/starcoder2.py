@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from zero_tp.model.architectures import common
+from zero_tp.model.architectures import common, llama_names
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.architectures.table import Weight
 
@@ -50,7 +50,7 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
 
 def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
     """Return every parameter of a model of this spec."""
-    return common.weights(spec, mlp={"up": ("c_fc",), "down": ("c_proj",)})
+    return llama_names.weights(spec, mlp={"up": ("c_fc",), "down": ("c_proj",)})
 
 
 ARCHITECTURE = common.architecture(FIELDS, spec, "Starcoder2ForCausalLM", weights)

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.flops import forward_flops, head_products
 from zero_tp.model.transformer import LAYERS
 from zero_tp.parallel.devices import Device
 from zero_tp.tools.planning.formulas import Layer
+from zero_tp.tools.planning.matrix_time import MatrixTime
 from zero_tp.tools.planning.matrix_update import MatrixUpdate
 from zero_tp.tools.planning.plan_settings import Workload, ZeroSettings
 from zero_tp.tools.planning.rates import Rates, matrix_flops
@@ -166,6 +165,10 @@ class StepTimeEstimator:
     @cached_property
     def layer(self) -> Layer:
         return Layer.of(self.spec, self.workload)
+
+    @cached_property
+    def matrix_time(self) -> MatrixTime:
+        return MatrixTime(self.muon, self.rates, self.zero)
 
     def layer_time(self) -> LayerTime:
         """Return the time of one layer and micro-batch, a mean over layers."""
@@ -394,8 +397,8 @@ class StepTimeEstimator:
                 layers * layer.forward.total + head.total, backward
             ),
             optimizer=optimizer,
-            newton_schulz=sum(map(self._newton_schulz, self.muon)),
-            matrix_exchange=sum(map(self._matrix_exchange, self.muon)),
+            newton_schulz=self.matrix_time.newton_schulz(),
+            matrix_exchange=self.matrix_time.exchange(),
             host=host,
             launches=0.0 if self.device.is_cpu else LAUNCH_SECONDS * self.launches(),
             layer=layer,
@@ -502,7 +505,6 @@ class StepTimeEstimator:
         part = self.parameters / (zero.data if zero.stage else 1)
         # Reads and writes masters and moments, and writes the rounded weights.
         # An element that Muon updates has other traffic.
-        matrices, by_muon = self._muon_traffic()
         states = 2 * (4 + zero.moments) + e
         if zero.runs_fused_update:
             return part * (g + g + states)
@@ -517,51 +519,8 @@ class StepTimeEstimator:
         converted = g + 4 if g < 4 else 0
         # The optimizer reads fp32 gradients. The masters are read again to be rounded.
         elementwise = part * (norm + scan + flat + converted + clipped + 4 + states + 4)
-        return elementwise + by_muon - matrices * (4 + states - e)
-
-    def _muon_traffic(self) -> tuple[float, float]:
-        """Return (elements of this rank's shards of matrices, bytes that their update moves)."""
-        zero = self.zero
-        numel = sum(update.numel for update in self.muon) / (zero.data if zero.stage else 1)
-        traffic = 0.0
-        for update in self.muon:
-            size = update.itemsize
-            # Momentum, the direction, decay and the result's sum, in fp32; the message is joined
-            # and cast.
-            shards = 12 + 12 + 8 + 8 + size + 8 + (4 + size if size < 4 else 0)
-            # An owner joins a shard's rows and copies them into the matrix, takes the norm and
-            # divides; the result is split and joined.
-            owned = (4 + 3 + 4) * size * float(update.owned[1].max())
-            traffic += shards * update.numel / (zero.data if zero.stage else 1) + owned
-        return numel, traffic
-
-    def _newton_schulz(self, update: MatrixUpdate) -> float:
-        """Return the seconds of products: in each round all ranks wait for the slowest owner."""
-        seconds = dict[tuple[int, int], float]()
-        total = 0.0
-        for exchange in update.exchanges:
-            by_owner = np.zeros(exchange.sent.shape)
-            for number, owner, shape in exchange.shapes:
-                if shape not in seconds:
-                    short, long = sorted(shape)
-                    product = self.rates.product_seconds
-                    seconds[shape] = update.iteration.steps * (
-                        product(short, short, long)
-                        + product(short, short, short)
-                        + product(short, long, short)
-                    )
-                by_owner[number, owner] += seconds[shape]
-            total += float(by_owner.max(axis=1).sum())
-        return total
-
-    def _matrix_exchange(self, update: MatrixUpdate) -> float:
-        """Return the seconds of two all-to-alls a round, over all ranks."""
-        ranks = len(update.flops)
-        return sum(
-            self.rates.all_to_all_seconds(update.itemsize * float(moved), ranks)
-            for exchange in update.exchanges
-            for moved in exchange.moved.flat
-        )
+        muon = self.matrix_time
+        return elementwise + muon.traffic() - muon.elements() * (4 + states - e)
 
     def launches(self) -> float:
         """Return the number of kernels of a step that an accelerator starts."""
@@ -573,11 +532,7 @@ class StepTimeEstimator:
         passes = zero.accumulation * ((layers + recomputed / 3) * of_layer + LOSS_LAUNCHES)
         # A rank of stages 1 and 2 updates the parameters of its partition; stage 3 cuts each one.
         tensors = self.tensors / (zero.data if zero.stage in (1, 2) else 1)
-        for update in self.muon:
-            # Three products an iteration, and eight others a matrix; a sum into each rank's part.
-            owned = float(update.owned[0].max()) * (3 * update.iteration.steps + 8)
-            parts = update.matrices / (zero.data if zero.stage in (1, 2) else 1)
-            passes += owned + parts
+        passes += self.matrix_time.launches()
         if zero.runs_fused_update:
             return passes + tensors * (1 if self.workload.compiled else 4)
         chunks = 3 * self.parameters / (zero.data if zero.stage else 1) / CHUNK_ELEMENTS
