@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp.base import cli
-from zero_tp.base.errors import UserError
+from zero_tp.base.errors import UserError, show
 from zero_tp.base.files import check_replaceable
 from zero_tp.base.strict_json import InvalidJson, parse_object
 from zero_tp.data.documents import HUB
@@ -254,7 +254,7 @@ def merge_parts(parts: Path, output: Path, validation: float, *_: Any) -> None:
     from zero_tp.tools.corpus.parts import merge
 
     merged = merge(parts, output, validation, overwrite=True)
-    print(
+    show(
         f"{'up to date:' if merged.reused else 'wrote'} {output}: "
         f"{merged.report['documents']['kept']:,} documents"
     )
@@ -305,7 +305,7 @@ def main() -> None:
         # Merging again is cheap if nothing has changed, and datatrove would skip it.
         (work / "logs" / "merge" / "completions" / "00000").unlink(missing_ok=True)
         executor(options, work, "merge", [merging], 1, executors["tokenize"]).run()
-        print(f"queued; the logs will be in {work / 'logs'}")
+        show(f"queued; the logs will be in {work / 'logs'}")
     else:
         for name, stage in executors.items():
             run_stage(name, stage, work / "logs" / name)

@@ -51,6 +51,12 @@ ALLOWED = {
 }
 """Identifiers with such a word, and why. At most 10."""
 FUNCTION_LINES, SENTENCE_WORDS = 64, 40
+PRINTERS = {
+    "zero_tp/base/errors.py": "`show` itself",
+    "zero_tp/commands/path.py": "a shell reads the path, byte for byte",
+    "zero_tp/commands/schema.py": "JSON, whose writer escapes",
+}
+"""Modules that may call `print`, and why."""
 
 
 @cache
@@ -141,6 +147,17 @@ def test_a_class_name_means_one_class() -> None:
         if isinstance(node, ast.ClassDef)
     )
     assert not [name for name, count in names.items() if count > 1]
+
+
+def test_what_is_printed_cannot_act_on_a_terminal() -> None:
+    """Names of files, models and corpora hold whatever their users put there."""
+    calls = [
+        f"{path}:{node.lineno}: print(…) instead of show(…)"
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and path not in PRINTERS
+    ]
+    assert not calls, "\n".join(calls)
 
 
 def test_functions_are_short() -> None:

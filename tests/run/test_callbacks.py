@@ -49,12 +49,13 @@ def test_the_example_of_the_page_stops_a_run_that_records_its_events(workplace: 
             "--deepspeed_config",
             "small.json",
             "--output-dir",
-            "run",
+            "run\x1b[31m",
             *options,
         ],
         workplace,
     )
     assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
     lines = said(done.stdout)
     begins = (
         "1/8 ",
@@ -127,14 +128,15 @@ def test_a_run_of_two_steps_ends_after_a_request_to_stop(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """After its last step there is nothing to resume."""
-    state = train_state(tmp_path, steps=2)
+    state = train_state(tmp_path / "\x1b[31mred", steps=2)
     state.inputs.read_ahead = lambda topology, last: state.requests.accepting()
     monkeypatch.setattr(
         loop, "_run_step", lambda state, _: setattr(state, "stop", state.step == step)
     )
     monkeypatch.setattr("torch.distributed.barrier", lambda: None)
     loop.train(state, [])
-    assert capsys.readouterr().out.startswith(line)
+    printed = capsys.readouterr().out
+    assert printed.startswith(line) and "\x1b" not in printed
 
 
 class Failing(Callback):

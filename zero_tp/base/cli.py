@@ -23,6 +23,7 @@ from zero_tp.base.errors import (
     as_user_error,
     error_line,
     escape_unencodable_output,
+    show,
 )
 
 BROKEN_PIPE, TERMINATED = 141, 143  # 128 + SIGPIPE, 128 + SIGTERM
@@ -91,13 +92,13 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         if error.filename is None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        show("interrupted", file=sys.stderr)
         status = INTERRUPTED
     sys.exit(status)
 
 
 def _refuse(error: UserError) -> int:
-    print(*map(error_line, error.errors), sep="\n", file=sys.stderr)
+    show(*map(error_line, error.errors), file=sys.stderr)
     return BAD_INPUT
 
 

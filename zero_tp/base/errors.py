@@ -10,7 +10,7 @@ import sys
 import textwrap
 import unicodedata
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, what a shell reports
@@ -85,6 +85,15 @@ def _is_visible(letter: str) -> bool:
         # The joiners belong to scripts such as Persian's, and to emoji.
         letter.isprintable() or letter in "\n\t\u200c\u200d" or unicodedata.category(letter) == "Zs"
     )
+
+
+def show(*lines: str, file: TextIO | None = None) -> None:
+    """Print lines to standard output, or to `file`, as a terminal can show them.
+
+    Names of files, models and corpora may hold control characters, which would act on a terminal.
+    """
+    for line in lines:
+        print(visible(line), file=file, flush=True)
 
 
 def escape_unencodable_output() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.base.constants import in_gib
-from zero_tp.base.errors import BAD_INPUT, UserError, error_line
+from zero_tp.base.errors import BAD_INPUT, UserError, error_line, show
 from zero_tp.base.settings.optimizer import Muon
 from zero_tp.base.shipped import find_config
 from zero_tp.run.config.explain import explain
@@ -97,10 +97,10 @@ def main(options: argparse.Namespace) -> int:
     try:
         config = RunConfig.load(options.file, options.set, options.world_size)
     except ConfigErrors as errors:
-        print(*map(error_line, errors.errors), sep="\n", file=sys.stderr)
+        show(*map(error_line, errors.errors), file=sys.stderr)
         return BAD_INPUT
     if options.explain is not None:
-        print(explain(config, options.set, options.explain))
+        show(explain(config, options.set, options.explain))
         return 0
     check_installed(config)
     check_accelerator(config.dtype, get_accelerator())
@@ -133,7 +133,7 @@ def main(options: argparse.Namespace) -> int:
             inputs.notes += parent.notes
             inputs.notes += check_parent(parent, config, inputs.model_config, inputs.fingerprint)
         inputs.notes += _export_notes(inputs)
-    print(describe(config, directory, inputs, options.parent))
+    show(describe(config, directory, inputs, options.parent))
     # What the hub has is not missing: the run downloads it.
     return MISSING if any(str(path) not in config.hub_names for path in absent) else 0
 

@@ -13,7 +13,7 @@ import shlex
 from pathlib import Path
 
 from zero_tp.base.constants import DTYPES
-from zero_tp.base.errors import UserError, first_line
+from zero_tp.base.errors import UserError, first_line, show
 from zero_tp.commands import inspect
 
 
@@ -75,23 +75,20 @@ def to_hf(options: argparse.Namespace) -> None:
         raise UserError(
             f"{options.output}: can't be written ({error.strerror}); give another --output"
         ) from error
-    print(
+    show(
         f"{converted.checkpoint} → {options.output} ({converted.parameters:,} parameters, "
         f"{options.dtype})"
     )
-    for note in converted.notes:
-        print(note)
-    print(
+    show(*converted.notes)
+    show(
         f"tokenizer from {converted.tokenizer}"
         if converted.tokenizer
         else "without a tokenizer; --tokenizer DIR adds one"
     )
     if options.push:
-        print(f"uploaded to {push(options.output, options.push)}")
+        show(f"uploaded to {push(options.output, options.push)}")
     if converted.causal and converted.tokenizer is not None:
-        print(
-            f'next: run zero-tp sample --model {shlex.quote(str(options.output))} --prompt "TEXT"'
-        )
+        show(f'next: run zero-tp sample --model {shlex.quote(str(options.output))} --prompt "TEXT"')
 
 
 def push(directory: Path, name: str) -> str:

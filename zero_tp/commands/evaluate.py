@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from zero_tp.base import cli
-from zero_tp.base.errors import UserError, visible
+from zero_tp.base.errors import UserError, show
 from zero_tp.base.files import write_named
 from zero_tp.base.options import add_options, from_options
 from zero_tp.run.process.environment import RankEnvironment
@@ -79,13 +79,13 @@ def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
     settings = from_options(EvaluationSettings, options)
     results = evaluate(options.model, names, parse_data(options.data), settings, environment)
     if environment.rank == 0:
-        print(table(results))
+        show(table(results))
         if options.output:
             # It moves the samples out of `results`.
             for file in write_samples(options.output, results):
-                print(visible(f"wrote {file}"))
+                show(f"wrote {file}")
             write_named(options.output, json.dumps(results, indent=2, allow_nan=False) + "\n")
-            print(visible(f"wrote {options.output}"))
+            show(f"wrote {options.output}")
 
 
 def start(parse: Callable[[], argparse.Namespace], verbose: bool) -> NoReturn:

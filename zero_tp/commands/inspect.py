@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from zero_tp.base.errors import show
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -26,4 +28,4 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> None:
     from zero_tp.run.checkpoint.inspect import inspect
 
-    print(inspect(options.source, verify=options.verify))
+    show(inspect(options.source, verify=options.verify))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp.base.cli import check_writable
-from zero_tp.base.errors import UserError, visible
+from zero_tp.base.errors import UserError, show
 from zero_tp.base.files import write_named
 from zero_tp.base.page import new_figure
 from zero_tp.base.settings.resolve import MAX_NUMBER
@@ -129,5 +129,4 @@ def main(options: argparse.Namespace) -> None:
         from zero_tp.tools.planning.pictures import write_page
 
         lines += [f"wrote {path}" for path in write_page(run_plan, options.html, advice, fastest)]
-    # Names in a config may hold control characters; JSON escapes them, text needs `visible`.
-    print(json.dumps(result, indent=1) if options.json else visible("\n".join(lines)))
+    show(*([json.dumps(result, indent=1)] if options.json else lines))

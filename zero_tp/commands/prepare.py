@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from zero_tp.base.errors import UserError, visible
+from zero_tp.base.errors import UserError, show
 from zero_tp.base.options import add_options, from_options, options_of
 from zero_tp.tools.corpus.settings import Prepared, PrepareSettings
 
@@ -75,14 +75,14 @@ def main(options: argparse.Namespace) -> None:
         from zero_tp.tools.corpus.show import show_corpus
 
         for text in show_corpus(options.show, options.sample, options.sequence_length):
-            print(text)
+            show(text)
         return
     # By hand, because `--show` and `--merge` need other arguments than a preparation.
     required = ("input", "tokenizer", "output") if options.merge is None else ("output",)
     if missing := [f"--{name}" for name in required if getattr(options, name) is None]:
         raise UserError(f"the following arguments are required: {', '.join(missing)}")
     prepared = _prepare(options) if options.merge is None else _merge(options)
-    print(visible("\n".join(_summary(prepared))))  # names of inputs may hold control characters
+    show(*_summary(prepared))
 
 
 def _prepare(options: argparse.Namespace) -> Prepared:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from zero_tp.base.errors import visible
+from zero_tp.base.errors import show
 
 AGAINST = ("step", "tokens")
 
@@ -38,4 +38,4 @@ def main(options: argparse.Namespace) -> None:
     from zero_tp.tools.report.run_page import write_report
 
     for path in write_report(options.runs, options.output, options.against):
-        print(visible(f"wrote {path}"))
+        show(f"wrote {path}")

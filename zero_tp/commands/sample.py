@@ -7,7 +7,7 @@ import math
 import sys
 from pathlib import Path
 
-from zero_tp.base.errors import UserError, first_line
+from zero_tp.base.errors import UserError, first_line, show
 
 TOKENS = 80
 
@@ -66,7 +66,7 @@ def continue_prompt(options: argparse.Namespace) -> str:
 
     directory = open_directory(options.model)  # before torch and transformers are imported
     if directory.note:
-        print(directory.note, file=sys.stderr)
+        show(directory.note, file=sys.stderr)
     from transformers import set_seed
 
     tokenizer = directory.tokenizer
@@ -116,4 +116,4 @@ def continue_prompt(options: argparse.Namespace) -> str:
 
 def main(options: argparse.Namespace) -> None:
     check(options)
-    print(continue_prompt(options))
+    show(continue_prompt(options))

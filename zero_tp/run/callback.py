@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from zero_tp.base.errors import first_line, one_line, write_stderr
+from zero_tp.base.errors import first_line, one_line, visible, write_stderr
 from zero_tp.run.process.signals import Requests
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class TrainState:
         """Print one line on rank 0, above the progress bar."""
         if self.is_rank_zero:
             with self.tolerate_failed_write("standard output"):
-                tqdm.write(text, file=sys.stdout)
+                tqdm.write(visible(text), file=sys.stdout)
                 sys.stdout.flush()
 
     def log(self, values: Metrics) -> None:

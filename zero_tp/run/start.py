@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from zero_tp.base.errors import show
 from zero_tp.base.files import wait_until_visible
 from zero_tp.base.settings.schema import Timeouts
 from zero_tp.engine.engine import TrainingEngine
@@ -92,13 +93,12 @@ def start_training(
             engine = _build_engine(inputs, topology, device, source, model)
             start.restore(engine.zero, block.training.seed)
         if is_rank_zero:
-            print(*_describe_run(inputs, engine, start, source), sep="\n")
+            show(*_describe_run(inputs, engine, start, source))
             if start.step < block.training.steps:
                 check_owner()  # reading a checkpoint may have taken minutes
                 write_config(inputs.directory, config.resolved())
                 # Before logs are cut at that step.
-                for line in set_aside_newer(inputs.directory, start.step):
-                    print(line)
+                show(*set_aside_newer(inputs.directory, start.step))
         # Inside the directory's block: the lock and `rank0.pid` last as long as training.
         yield TrainState(inputs, engine, start.step, start.parent, check_owner)
         watch.leave()

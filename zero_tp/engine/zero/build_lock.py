@@ -12,13 +12,15 @@ from collections.abc import Callable
 import psutil
 from torch.utils.file_baton import FileBaton
 
+from zero_tp.base.errors import show
+
 LOCK_SECONDS = 30.0
 
 _wait_in_silence = FileBaton.wait
 
 
 def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    show(line, file=sys.stderr)
 
 
 def report_build_locks(

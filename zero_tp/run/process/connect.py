@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from zero_tp.base.errors import UserError
+from zero_tp.base.errors import UserError, show
 from zero_tp.engine.zero import ops
 from zero_tp.engine.zero.build_lock import report_build_locks
 from zero_tp.parallel.topology import Topology
@@ -136,7 +136,7 @@ def connect_deepspeed(
     report_build_locks()
     message = ops.compilation_note(config.settings, accelerator)
     if message is not None and environment.rank == 0:
-        print(message, flush=True)
+        show(message)
     limits = config.zero_tp.training.timeouts
     margin = timedelta(seconds=WATCHDOG_MARGIN_SECONDS)
     parallel = config.zero_tp.parallel
