@@ -23,6 +23,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.engine.engine import TrainingEngine
 from zero_tp.engine.guards import check_hooks, check_replicas
+from zero_tp.engine.zero.states import partition_of
 from zero_tp.parallel import gradients
 from zero_tp.parallel.topology import Topology
 
@@ -59,6 +60,15 @@ def disturb(stage: int, dtype: str, name: str) -> str:
     except UserError as error:
         return str(error)
     return ""
+
+
+def test_the_padding_of_a_partition_is_not_compared() -> None:
+    """Of 7 elements over 2 ranks rank 1 has 3, and DeepSpeed leaves the fourth as it is."""
+    parameter: Any = torch.zeros(7)
+    parameter.ds_numel, parameter.ds_tensor = 7, torch.tensor([4.0, 5.0, 6.0, torch.nan])
+    parameter.ds_tensor.ds_numel = 4
+    assert partition_of(parameter, 1).tolist() == [4.0, 5.0, 6.0]
+    assert len(partition_of(parameter, 0)) == 4 and len(partition_of(parameter, 2)) == 0
 
 
 DRIFTS = [(stage, dtype) for stage in (0, 1, 3) for dtype in ("fp32", "bf16")]

@@ -284,7 +284,10 @@ def test_import_and_export_keep_every_bit(
     reference_model(fields(model_type), 1).save_pretrained(theirs)
     ranks(world).run(there_and_back, str(theirs), str(ours), world)
     expected, found = (load_file(folder / "model.safetensors") for folder in (theirs, ours))
-    assert found.keys() == expected.keys() and sum(".experts.6." in name for name in found) >= 2 * 3
+    # Granite's files stack a layer's experts.
+    stacked = sum(tensor.dim() == 3 and len(tensor) == 7 for tensor in found.values())
+    listed = sum(".experts.6." in name for name in found)
+    assert found.keys() == expected.keys() and (stacked if stacked else listed) >= 2 * 3
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 

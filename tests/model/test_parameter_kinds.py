@@ -24,7 +24,8 @@ KINDS: list[tuple[str, Kind]] = [
     (r"bias$", "bias"),
     (r"embed|wte|wpe", "embedding"),
     (r"lm_head|embed_out|seq_relationship", "output"),
-    (r"mlp\.gate\.|block_sparse_moe\.gate\.|shared_expert_gate", "router"),
+    (r"mlp\.gate\.|block_sparse_moe\.gate\.|router\.layer\.|shared_expert_gate", "router"),
+    (r"act_fn", "other"),
     (r".", "matrix"),
 ]
 """Patterns of Hugging Face's names, of which the first counts, and kinds."""

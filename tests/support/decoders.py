@@ -77,7 +77,9 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         "bos_token_id": 0,
     }
     activation = "hidden_act" if "hidden_act" in declared else "hidden_activation"
-    functions = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")
+    functions: tuple[str, ...] = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")
+    if model_type == "apertus":
+        functions = ("xielu", "gelu")
     fields |= _choices(draw, {activation: functions, "tie_word_embeddings": BOOLEAN})
     fields |= {
         "eos_token_id": 0,
@@ -168,7 +170,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 def _expert_fields(draw: st.DrawFn, model_type: str, declared: Any, layers: int) -> dict[str, Any]:
     """Those of a mixture of experts; at least one layer has it."""
     count = draw(st.integers(1, 9), label="experts")
-    name = "num_local_experts" if model_type == "mixtral" else "num_experts"
+    name = "num_local_experts" if "num_local_experts" in declared else "num_experts"
     chosen = draw(st.integers(1, count), label="experts a token")
     fields: dict[str, Any] = {
         name: count,
@@ -182,6 +184,8 @@ def _expert_fields(draw: st.DrawFn, model_type: str, declared: Any, layers: int)
     for size in ("moe_intermediate_size", "shared_expert_intermediate_size"):
         if size in declared:
             fields[size] = 4 * draw(st.integers(1, 8), label=size)
+    if "shared_intermediate_size" in declared:
+        fields["shared_intermediate_size"] = 4 * draw(st.integers(0, 8), label="shared")
     if "decoder_sparse_step" in declared:
         fields["decoder_sparse_step"] = draw(st.integers(1, layers), label="sparse step")
         dense = st.sets(

@@ -17,6 +17,13 @@ OWN: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 7, "head_dim": 8},
     "qwen2_moe": {**OF_QWEN, "shared_expert_intermediate_size": 12, "mlp_only_layers": [1]},
     "qwen3_moe": {**OF_QWEN, "norm_topk_prob": True},
+    "granitemoeshared": {
+        "num_local_experts": 7,
+        "head_dim": 8,
+        "shared_intermediate_size": 12,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.4,
+    },
     "olmoe": {"num_experts": 7, "clip_qkv": 1.5, "pad_token_id": None},
 }
 """What the config of each model_type with experts has besides."""
@@ -50,9 +57,10 @@ def reference_model(
     model = decoder(config, seed, attention)
     with torch.no_grad():
         for layer in model.model.layers:
-            if not hasattr(layer.mlp, "gate"):  # dense
+            router = router_of(layer)
+            if router is None:  # dense
                 continue
-            gate = layer.mlp.gate.weight
+            gate = router.weight
             if routing == "ties":  # all probabilities are equal
                 gate.zero_()
             elif routing != "random":
@@ -63,6 +71,13 @@ def reference_model(
                 model.model.embed_tokens.weight[:, 0] = 50.0
                 gate[3, 0] = 5.0 if routing == "one expert" else -5.0
     return model
+
+
+def router_of(layer: Any) -> Any:
+    """The router of a layer of transformers' classes, or None."""
+    if hasattr(layer, "block_sparse_moe"):  # Granite
+        return layer.block_sparse_moe.router
+    return getattr(layer.mlp, "gate", None)
 
 
 def inputs(vocabulary: int, *, padded: bool, batch: int = 3) -> dict[str, torch.Tensor]:

@@ -55,19 +55,20 @@ def native_model(config: PretrainedConfig, **options: Any) -> Any:
 def perturbed(model: Any, scale: float = 0.1) -> Any:
     """The model, random everywhere: biases and norms too, so that none is missed."""
     with torch.no_grad():
-        for parameter in (*model.parameters(), *dict(correction_biases(model)).values()):
+        for parameter in (*model.parameters(), *dict(buffers_of_files(model)).values()):
             parameter.add_(torch.randn_like(parameter) * scale)
     return model
 
 
-def correction_biases(model: Any) -> list[tuple[str, Tensor]]:
-    """The weights of a transformers model that are buffers, by name."""
-    return [pair for pair in model.named_buffers() if pair[0].endswith("correction_bias")]
+def buffers_of_files(model: Any) -> list[tuple[str, Tensor]]:
+    """The buffers of a transformers model that are in its files, by name."""
+    stored = model.state_dict().keys()
+    return [pair for pair in model.named_buffers() if pair[0] in stored]
 
 
 @torch.no_grad()
 def draw_biases(model: ParallelModel) -> None:
-    """Give the biases of routers values: zeros, as they are drawn, would hide errors."""
+    """Give the buffers of files values: zeros, as routers' biases are drawn, would hide errors."""
     for name, bias in stored_buffers(model):
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         bias.copy_(0.1 * torch.randn(bias.shape, generator=generator))

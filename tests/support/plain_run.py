@@ -24,7 +24,7 @@ from tests.support.decoders import biased_margin, margin
 from tests.support.encoders import rows_for
 from tests.support.families import SEQUENCE, model_sizes
 from tests.support.native import (
-    correction_biases,
+    buffers_of_files,
     draw_biases,
     native_model,
     our_class,
@@ -106,7 +106,7 @@ def draw_weights(model: Any, config: Any, seed: int, start: torch.dtype = torch.
     """
     ours = our_class(config)(config, Topology(world=1), seed=seed, dtype=start)
     draw_biases(ours)
-    named = dict(model.named_parameters()) | dict(correction_biases(model))
+    named = dict(model.named_parameters()) | dict(buffers_of_files(model))
     drawn = to_theirs(ours.config, dict(stored_tensors(ours)))
     assert drawn.keys() == named.keys()
     with torch.no_grad():
@@ -142,7 +142,7 @@ def plain(
     masters = {
         name: nn.Parameter(weight.detach().clone()) for name, weight in model.named_parameters()
     }
-    biases = {name: bias.clone() for name, bias in correction_biases(model)}
+    biases = {name: bias.clone() for name, bias in buffers_of_files(model)}
     nn.Module.to(model, dtype)
     for name, bias in biases.items():  # which transformers keeps in fp32
         model.get_buffer(name).data = bias

@@ -21,7 +21,7 @@ from zero_tp.model.architectures import architecture_of, file_tensors, weights_o
 STEPS, ROWS = 5, 8
 BY_ADAMW = re.compile(
     r"(wte|wpe|embed_tokens|embed_in|embed_out|lm_head|mlp\.gate|block_sparse_moe\.gate"
-    r"|shared_expert_gate)\.weight$"
+    r"|router\.layer|shared_expert_gate)\.weight$"
 )
 
 
@@ -40,6 +40,9 @@ def products_in_fp32() -> Iterator[None]:
         patch.object(torch.optim._muon, "torch", names),
     ):
         yield
+
+
+EXPERT = ", expert "
 
 
 class TorchOptimizers:
@@ -83,8 +86,13 @@ class TorchOptimizers:
         )
 
     def matrices(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A model's tensors as its files have them, and with `per_head` each head's, as views."""
-        tensors = file_tensors(self.weights, values)
+        """A model's tensors as its files have them, and with `per_head` each head's, as views; of
+        experts that a file stacks each one's.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in file_tensors(self.weights, values).items():
+            stacked = {f"{name}{EXPERT}{number}": expert for number, expert in enumerate(tensor)}
+            tensors |= stacked if tensor.dim() == 3 else {name: tensor}
         if self.head_size is None:
             return tensors
         split: dict[str, Tensor] = {}
@@ -100,8 +108,14 @@ class TorchOptimizers:
         kinds: dict[str, dict[str, Tensor]] = {}
         for name, leaf in self.leaves.items():
             state = (self.muon and self.muon.state.get(leaf)) or self.adamw.state[leaf]
+            name, _, expert = name.partition(EXPERT)
             for kind in state.keys() - {"step"}:
-                kinds.setdefault(kind, {})[name] = state[kind]
+                tensors = kinds.setdefault(kind, {})
+                if expert:  # in the order of their numbers
+                    others = [tensors[name]] if name in tensors else []
+                    tensors[name] = torch.cat([*others, state[kind][None]])
+                else:
+                    tensors[name] = state[kind]
         return {
             kind: {
                 weight.our_name: weight.from_hf(tensors)

@@ -77,9 +77,10 @@ def check_replicas(model: nn.Module, topology: Topology, step: int = 0) -> None:
         return
     replicas = {
         # `offload_param` keeps partitions in host memory, which NCCL cannot reduce.
-        name: partition_of(parameter).to(parameter.device)
+        name: partition.to(parameter.device)
         for name, parameter in stored_tensors(model)
-        if isinstance(layout_of(parameter), Replicated) and partition_of(parameter).numel() > 0
+        if isinstance(layout_of(parameter), Replicated)
+        and (partition := partition_of(parameter, topology.data_rank)).numel() > 0
     }
     spreads = []
     for tensor in replicas.values():

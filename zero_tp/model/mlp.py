@@ -6,13 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.context import ForwardContext
 from zero_tp.parallel.elementwise import ElementwiseModule, ElementwiseOps, compiled_with
+from zero_tp.parallel.layout import Replicated
 from zero_tp.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from zero_tp.parallel.parameter import Normal, ParameterMaker
+from zero_tp.parallel.parameter import ConstantInit, ExactBuffers, Normal, ParameterMaker
 
 
 class Activation(ElementwiseModule):
@@ -82,6 +84,101 @@ class GatedActivation(Activation):
         return output
 
 
+XIELU_BETA, XIELU_EPSILON = 0.5, -1e-6
+"""Their values in the paper and in every published file."""
+
+
+def _xielu(tensor: Tensor, alphas: Tensor, beta: Tensor, epsilon: Tensor) -> Tensor:
+    """Return xIELU of a tensor in fp32; `alphas` are the two parameters, [2]."""
+    positive, negative = F.softplus(alphas)
+    negative = beta + negative
+    curve = torch.where(
+        tensor > 0,
+        positive * tensor * tensor,
+        (torch.expm1(torch.minimum(tensor, epsilon)) - tensor) * negative,
+    )
+    return curve + beta * tensor
+
+
+def _xielu_rows(tensor: Tensor, *others: Tensor) -> Tensor:
+    return _xielu(tensor.float(), *others).to(tensor.dtype)
+
+
+def _xielu_gradients(
+    tensor: Tensor, gradient: Tensor, alphas: Tensor, beta: Tensor, epsilon: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the tensor, and of the parameters [2]."""
+
+    def function(tensor: Tensor, alphas: Tensor) -> Tensor:
+        return _xielu(tensor, alphas, beta, epsilon)
+
+    pull = torch.func.vjp(function, tensor.float(), alphas)[1]
+    rows_gradient, alphas_gradient = pull(gradient.float())
+    return rows_gradient.to(tensor.dtype), alphas_gradient
+
+
+class _XIELU(torch.autograd.Function):
+    """Compute xIELU in fp32; backward recomputes it from its input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        alpha_p: Tensor,
+        alpha_n: Tensor,
+        beta: Tensor,
+        epsilon: Tensor,
+        ops: ElementwiseOps,
+    ) -> Tensor:
+        ctx.save_for_backward(tensor, alpha_p, alpha_n, beta, epsilon)
+        ctx.ops = ops
+        others = (torch.cat((alpha_p, alpha_n)).float(), beta, epsilon)
+        output: Tensor = ops.map_rows(_xielu_rows, (tensor.flatten(0, -2),), *others)
+        return output.view(tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tensor, alpha_p, alpha_n, beta, epsilon = ctx.saved_tensors
+        others = (torch.cat((alpha_p, alpha_n)).float(), beta, epsilon)
+        rows = (tensor.flatten(0, -2), gradient.flatten(0, -2))
+        input_gradient, alphas_gradient = ctx.ops.map_and_sum_rows(_xielu_gradients, rows, *others)
+        of_p, of_n = alphas_gradient.to(alpha_p.dtype).split(1)
+        return input_gradient.view(tensor.shape), of_p, of_n, None, None, None
+
+
+class XIELU(ExactBuffers, ElementwiseModule):
+    """x ↦ α₊x² + βx above 0, α₋(exp(x) − 1 − x) + βx below, with learnt α (arXiv 2411.13010,
+    equation 12). [*, h] → [*, h].
+
+    Attributes:
+        alpha_p, alpha_n: of which α₊ = softplus(alpha_p) and α₋ = β + softplus(alpha_n), [1].
+        beta, eps: constants that files have; exp(x) − 1 is that of min(x, eps).
+    """
+
+    beta: Tensor
+    eps: Tensor
+
+    def __init__(self, make: ParameterMaker):
+        super().__init__()
+        # A rank has its own columns of the tensor only. Without TP nothing is summed, and
+        # `layout.audit` refuses a partial gradient there.
+        layout = Replicated("partial" if make.topology.tensor > 1 else "identical")
+        # Where transformers begins: α₊ = 0.8 and α₋ = 0.8.
+        for name, alpha in (("alpha_p", 0.8), ("alpha_n", 0.8 - XIELU_BETA)):
+            init = ConstantInit(torch.tensor(alpha).expm1().log().item())
+            self.register_parameter(name, make.parameter(name, (1,), layout, init))
+        for name, value in (("beta", XIELU_BETA), ("eps", XIELU_EPSILON)):
+            self.register_buffer(name, make.buffer(name, (1,), ConstantInit(value)))
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        # transformers has the constants in the dtype of its activations.
+        beta, eps = (constant.to(tensor.dtype).float() for constant in (self.beta, self.eps))
+        output: Tensor = _XIELU.apply(
+            tensor, self.alpha_p, self.alpha_n, beta, eps, self.elementwise
+        )
+        return output
+
+
 class MLP(nn.Module):
     """h → 4h → activation → h. [s, b, h] → [s, b, h], sequence shards under SP."""
 
@@ -92,7 +189,7 @@ class MLP(nn.Module):
         self.up = ColumnParallelLinear(
             make.child("up"), spec.hidden, (spec.mlp_size,), bias=spec.mlp_bias, init=init
         )
-        self.activation = Activation(spec.activation)
+        self.activation: nn.Module = Activation(spec.activation)
         self.down = RowParallelLinear(
             make.child("down"), spec.mlp_size, spec.hidden, bias=spec.mlp_bias, init=residual_init
         )
@@ -100,6 +197,14 @@ class MLP(nn.Module):
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
         intermediate = self.up(tensor, sequence=context.sequence)
         return self.down(self.activation(intermediate), sequence=context.sequence)
+
+
+class XIELUMLP(MLP):
+    """An MLP whose activation is xIELU. [s, b, h] → [s, b, h], sequence shards under SP."""
+
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec):
+        super().__init__(make, spec)
+        self.activation = XIELU(make.child("activation"))
 
 
 class GatedMLP(nn.Module):

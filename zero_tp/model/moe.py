@@ -12,8 +12,7 @@ operators of arXiv 1909.08053 and 2205.05198.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +33,8 @@ from zero_tp.parallel.grouped_linear import (
     Routing,
     RowParallelGroupedLinear,
 )
-from zero_tp.parallel.layout import Replicated, Sharded, copy_layout
-from zero_tp.parallel.parameter import ConstantInit, Normal, ParameterMaker
+from zero_tp.parallel.layout import Replicated, Sharded
+from zero_tp.parallel.parameter import ConstantInit, ExactBuffers, Normal, ParameterMaker
 
 
 class Router(nn.Module, ABC):
@@ -44,6 +43,9 @@ class Router(nn.Module, ABC):
     Its weight is replicated. A rank has only its part of the experts' outputs, and under SP only
     its tokens, so the gradient is partial.
     """
+
+    rounds_weights: ClassVar[bool] = False
+    """Whether the weights are rounded to the dtype of the activations."""
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
         super().__init__()
@@ -75,7 +77,9 @@ class Router(nn.Module, ABC):
         scores = self.scores(logits)
         if context.balance is not None:
             context.balance.observe(logits, scores)
-        weights, chosen = self.choose(scores)
+        weights, chosen = self.choose(logits, scores)
+        if self.rounds_weights:
+            weights = weights.to(tensor.dtype).float()
         return weights, chosen
 
     def logits(self, tensor: Tensor) -> Tensor:
@@ -86,10 +90,10 @@ class Router(nn.Module, ABC):
         """Return each expert's score in fp32, for every dtype as in transformers' routers."""
 
     @abstractmethod
-    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and indices of the k experts that a token's scores choose.
+    def choose(self, logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and indices of the k experts that a token's logits or scores choose.
 
-        fp32 [n, E] → fp32 [n, k], int64 [n, k].
+        [n, E], fp32 [n, E] → fp32 [n, k], int64 [n, k].
         """
 
 
@@ -99,14 +103,29 @@ class SoftmaxRouter(Router):
     def scores(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1, dtype=torch.float32)
 
-    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         weights, chosen = scores.topk(self.experts.per_token, dim=-1)
         if self.experts.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights, chosen
 
 
-class CorrectedRouter(Router):
+class TopKSoftmaxRouter(SoftmaxRouter):
+    """The k greatest logits, weighted by the probabilities among these alone: Granite's router."""
+
+    rounds_weights = True
+
+    def logits(self, tensor: Tensor) -> Tensor:
+        return super().logits(tensor).float()
+
+    def choose(self, logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = logits.topk(self.experts.per_token, dim=-1).indices
+        # By the scores, to which the load-balancing loss adds its gradient.
+        weights = scores.gather(1, chosen)
+        return weights / weights.sum(-1, keepdim=True), chosen
+
+
+class CorrectedRouter(ExactBuffers, Router):
     """A router whose choice alone adds a bias to the scores (arXiv 2408.15664).
 
     No gradient reaches the bias, and no optimizer has it: `engine/bias_update.py` moves it by how
@@ -133,15 +152,6 @@ class CorrectedRouter(Router):
         choices = torch.zeros(count, dtype=torch.int64, device=make.device)
         self.register_buffer("choices", choices, persistent=False)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move or cast the module; the bias keeps its dtype and layout."""
-        exact = self.correction_bias
-        super()._apply(fn, recurse)
-        moved = exact.to(self.correction_bias.device)
-        copy_layout(exact, moved)
-        self.correction_bias = moved
-        return self
-
     def forward(
         self, tensor: Tensor, context: ForwardContext, *, group: Group
     ) -> tuple[Tensor, Tensor]:
@@ -153,7 +163,7 @@ class CorrectedRouter(Router):
     def logits(self, tensor: Tensor) -> Tensor:
         return F.linear(tensor.float(), self.weight.float())
 
-    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         corrected = self.eligible(scores.detach() + self.correction_bias)
         chosen = corrected.topk(self.experts.per_token, dim=-1, sorted=False).indices
         # The weights are the scores, without the bias.
@@ -208,12 +218,7 @@ class BiasedSoftmaxRouter(CorrectedRouter):
     """
 
     bias_dimensions = 2
-
-    def forward(
-        self, tensor: Tensor, context: ForwardContext, *, group: Group
-    ) -> tuple[Tensor, Tensor]:
-        weights, chosen = super().forward(tensor, context, group=group)
-        return weights.to(tensor.dtype).float(), chosen
+    rounds_weights = True
 
     def scores(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1, dtype=torch.float32)
@@ -225,6 +230,7 @@ class BiasedSoftmaxRouter(CorrectedRouter):
 
 ROUTERS: dict[str, type[Router]] = {
     "softmax": SoftmaxRouter,
+    "top_k_softmax": TopKSoftmaxRouter,
     "sigmoid": SigmoidRouter,
     "biased_softmax": BiasedSoftmaxRouter,
 }

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.attention import CORES, Attention
 from zero_tp.model.context import AttentionMask, ForwardContext, ForwardInputs, VarlenMask
-from zero_tp.model.mlp import MLP, GatedMLP
+from zero_tp.model.mlp import MLP, XIELUMLP, GatedMLP
 from zero_tp.model.moe import Experts
 from zero_tp.model.norm import NORMS
 from zero_tp.model.position import LearnedEmbedding, compute_rotation
@@ -88,6 +88,7 @@ class Embedding(nn.Module):
 
 MLPS: dict[str, type[MLP] | type[GatedMLP] | type[Experts]] = {
     "mlp": MLP,
+    "xielu": XIELUMLP,
     "gated": GatedMLP,
     "experts": Experts,
 }

@@ -180,12 +180,17 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     return shape
 
 
+def has_layout(tensor: Tensor) -> bool:
+    """Return whether it is a part of the weights."""
+    return hasattr(tensor, "tensor_layout")
+
+
 def stored_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, buffer) of those that are a part of the weights: `ParameterMaker.buffer` made
     them. Files and checkpoints have them, gradients and optimizers do not.
     """
     for name, buffer in model.named_buffers():
-        if hasattr(buffer, "tensor_layout"):
+        if has_layout(buffer):
             yield name, buffer
 
 

@@ -16,17 +16,17 @@ Both draw block 1 whole, and each keeps its rows.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_tp.parallel.collectives import Group, group_rank, group_size
-from zero_tp.parallel.layout import Layout, Replicated, set_layout
+from zero_tp.parallel.layout import Layout, Replicated, copy_layout, has_layout, set_layout
 from zero_tp.parallel.spans import zero_padding
 from zero_tp.parallel.topology import Topology
 
@@ -205,7 +205,7 @@ class ParameterMaker:
     def buffer(self, name: str, whole: Sequence[int], init: ConstantInit) -> Tensor:
         """Make a part of the weights that no gradient changes: the same fp32 tensor on all ranks.
 
-        The module registers it as a buffer, and keeps it in fp32 when it is cast.
+        An `ExactBuffers` registers it.
         """
         layout = Replicated()
         buffer = self._tensor(name, whole, layout, init, torch.float32)
@@ -226,3 +226,21 @@ class ParameterMaker:
             if local.device.type != "meta":
                 self.source.fill(local, full_name, whole, layout, init, self.topology)
         return local
+
+
+class ExactBuffers(nn.Module):
+    """A module whose buffers of `ParameterMaker.buffer` keep their dtype when it is cast."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move or cast the module; those buffers only move, with their layouts."""
+        exact = {
+            name: buffer
+            for name, buffer in self._buffers.items()
+            if buffer is not None and has_layout(buffer)
+        }
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            moved = buffer.to(self.get_buffer(name).device)
+            copy_layout(buffer, moved)
+            setattr(self, name, moved)
+        return self

@@ -115,7 +115,7 @@ def test_logits_loss_and_every_gradient(
     positions = model_type == "gpt2"
     assert counts[0]["gradients, SP True"] == counts[0]["gradients, SP False"] >= 6 * layers + 2
     for sequence in (False, True):
-        others = partial_norms(fields, world, sequence=sequence) + partial_choices(
+        others = partial_norms(fields, world, sequence=sequence) + partial_mlps(
             fields, sequence=sequence
         )
         assert counts[0][f"hooks, SP {sequence}"] == parts + sequence * positions + others
@@ -136,13 +136,14 @@ def test_each_family(ranks: Pools, seed: int, world: int, family: str) -> None:
     assert counts[0]["hooks, SP False"] == parts + partial_norms(fields, world, sequence=False)
 
 
-def partial_choices(fields: dict[str, Any], *, sequence: bool) -> int:
-    """Routers, of which a rank sees its part of the outputs, and the gates of shared experts on
-    a sequence shard.
+def partial_mlps(fields: dict[str, Any], *, sequence: bool) -> int:
+    """Routers and learnt activations, of which a rank sees its part of the outputs, and the gates
+    of shared experts on a sequence shard.
     """
     config = AutoConfig.for_model(**fields)
     spec = architecture_of(config).spec(config)
-    return len(spec.expert_layers) * (1 + (sequence and fields["model_type"] == "qwen2_moe"))
+    routers = len(spec.expert_layers) * (1 + (sequence and fields["model_type"] == "qwen2_moe"))
+    return routers + 2 * spec.mlps.count("xielu")
 
 
 def partial_norms(fields: dict[str, Any], world: int, *, sequence: bool) -> int:

@@ -27,7 +27,7 @@ from tests.support.compare import check_close
 from tests.support.encoders import rows_for
 from tests.support.native import (
     Native,
-    correction_biases,
+    buffers_of_files,
     gradients,
     gradients_to_ours,
     native_model,
@@ -199,7 +199,7 @@ class Outcome:
 def set_weights(model: Any) -> Any:
     """Random weights that depend on the names and shapes alone."""
     with torch.no_grad():
-        for name, parameter in (*model.named_parameters(), *correction_biases(model)):
+        for name, parameter in (*model.named_parameters(), *buffers_of_files(model)):
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             drawn = torch.randn(parameter.shape, generator=generator) * 0.3
             parameter.copy_(

@@ -118,7 +118,7 @@ def matrices_of(
             continue
         for name, rows in _rows_of_matrices(weight, whole_shape(parameters[weight.our_name])):
             maps.setdefault(name, {})[weight.our_name] = rows
-            transposed[name] = weight.transposed
+            transposed[name] = weight.form == "transposed"
     matrices = list[Matrix]()
     for name, by_parameter in maps.items():
         height = next(along.local_length for _, along in by_parameter.values())
@@ -180,6 +180,10 @@ tensor's).
 
 def _rows_of_matrices(weight: Weight, shape: tuple[int, ...]) -> Iterator[tuple[str, ExpertRows]]:
     """Yield Hugging Face's name and the rows of our parameter that its tensor has."""
+    if len(shape) > 2 and weight.experts is None:  # the file stacks experts, too
+        for expert in range(shape[0]):
+            yield f"{weight.names[0]}, expert {expert}", (expert, Spans.identity(shape[-2]))
+        return
     for expert, matrix in enumerate(weight.matrices()):
         for name, along in matrix.spans(shape[-2]).items():
             yield name, (expert, along)

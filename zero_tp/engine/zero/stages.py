@@ -380,8 +380,8 @@ class PartitionedParameters(ZeroEngine):
     @torch.no_grad()
     def fill_module(self) -> None:
         for fragment in self.states().fragments:
-            partition = partition_of(self.model.get_parameter(fragment.name))
-            partition.data.view(-1).narrow(0, 0, fragment.span.length).copy_(fragment.master)
+            parameter = self.model.get_parameter(fragment.name)
+            partition_of(parameter, self.topology.data_rank).copy_(fragment.master)
         resident: list[Any] = list(self.optimizer.persistent_parameters)
         # Weights that stay gathered are a second copy, which forward reads: drop it, and gather the
         # new partitions.

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zero_tp.engine.zero.fragments import Fragment
 from zero_tp.engine.zero.matrix_optimizer import MatrixOptimizer
+from zero_tp.parallel.spans import Span
 
 MASTER = "master"
 
@@ -149,12 +150,19 @@ def _replay_cpu_adam(adam: Any, steps: int) -> None:
         )
 
 
-def partition_of(parameter: Tensor) -> Tensor:
+def partition_of(parameter: Tensor, data_rank: int) -> Tensor:
     """Return this rank's part of a parameter's TP shard: its DP partition under ZeRO-3, else the
     whole shard.
+
+    The padding of the last partitions, whose values DeepSpeed does not set, is left out; so is a
+    partition on NVMe.
     """
-    partition: Tensor = getattr(parameter, "ds_tensor", parameter)
-    return partition.detach()
+    partition: Tensor | None = getattr(parameter, "ds_tensor", None)
+    if partition is None:
+        return parameter.detach()
+    size: int = partition.ds_numel  # type: ignore[attr-defined]
+    numel: int = parameter.ds_numel  # type: ignore[attr-defined]
+    return partition.detach().flatten()[: Span.block(data_rank, size, numel).length]
 
 
 def local_shape(parameter: Tensor) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import PretrainedConfig
 
@@ -22,8 +24,12 @@ FIELDS = common.fields(
 )
 
 
-def spec(config: PretrainedConfig) -> TransformerSpec:
-    """Return Llama's spec with this architecture's differences."""
+def spec(config: PretrainedConfig, **overrides: Any) -> TransformerSpec:
+    """Return Llama's spec with this architecture's differences.
+
+    Args:
+        overrides: as for `common.spec`.
+    """
 
     def embedding_scale(dtype: torch.dtype) -> float:
         return float(config.embedding_multiplier)
@@ -35,6 +41,7 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
         attention_scale=config.attention_multiplier,
         logit_scale=1.0 / config.logits_scaling,
         embedding_scale=embedding_scale,
+        **overrides,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zero_tp.model.architectures.spec import TransformerSpec
-from zero_tp.model.architectures.table import Weight
+from zero_tp.model.architectures.table import Form, Weight
 from zero_tp.model.norm import NORMS
 
 OUR_LAYER = "transformer.layers.{layer}."
@@ -25,13 +25,13 @@ def module_weights(
     fused module here.
 
     Args:
-        transposed, attributes: see Weight.
+        transposed: Hugging Face stores [in, out].
+        attributes: see Weight.
     """
     for name in ("weight", "bias") if bias else ("weight",):
         names = tuple(f"{module}.{name}" for module in hf_names)
-        yield Weight(
-            f"{our_name}.{name}", names, transposed=transposed and name == "weight", **attributes
-        )
+        form: Form = "transposed" if transposed and name == "weight" else "ours"
+        yield Weight(f"{our_name}.{name}", names, form, **attributes)
 
 
 def layer_weights(
@@ -119,6 +119,7 @@ def expert_weights(
             native_name=f"{HF_LAYER}mlp.{native_correction_bias}"
             if native_correction_bias
             else None,
+            is_parameter=False,
             dtype=torch.float32,
             layers=layers,
         )

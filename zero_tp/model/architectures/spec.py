@@ -11,8 +11,12 @@ from torch import Tensor
 
 from zero_tp.base.errors import ConfigError
 
-MLP_MATRICES = {"mlp": 2, "gated": 3, "experts": 3}
+MLP_MATRICES = {"mlp": 2, "xielu": 2, "gated": 3, "experts": 3}
 """Name of an MLP → the number of its matrices, or of one expert's: up, down, and a gate's."""
+
+
+CORRECTED_ROUTERS = ("sigmoid", "biased_softmax")
+"""Names of the routers that choose by scores and a bias."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,7 @@ class TransformerSpec:
     @property
     def has_correction_bias(self) -> bool:
         """Return whether routers add a bias to the scores by which they choose."""
-        return self.experts is not None and self.experts.router != "softmax"
+        return self.experts is not None and self.experts.router in CORRECTED_ROUTERS
 
     @property
     def dense_layers(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from zero_tp.model.architectures.fields import Fields
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.parallel.spans import Span, Spans
 
+Form = Literal["ours", "transposed", "scalar"]
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -26,36 +29,34 @@ class Weight:
         our_name: its name in our model.
         hf_name: its name in the Hugging Face class; several if our parameter concatenates tensors
             of equal size.
-        transposed: Hugging Face stores [in, out] (Conv1D).
+        form: how Hugging Face stores it: "transposed" is [in, out] (Conv1D), "scalar" has no
+            dimension where ours has one.
         heads: Hugging Face interleaves Q, K and V by head, [heads, 3, d, …], where our parameter is
             [3, heads, d, …].
         rows: (start, stop, total): our parameter is rows [start, stop) of a tensor of `total` rows.
         experts: our parameter stacks this number of matrices, [experts, out, in]; `hf_name` lists
-            them by expert.
+            them by expert. None for a file that stacks them, too.
         native_name: its name in transformers' class if files differ; `hf_name` is then the name in
             files. The class stacks experts as we do; files have one tensor for each.
         layers: numbers of the layers that have it; None: all.
-        dtype: in files, of a weight that is a buffer in our model; None: that of all others.
+        is_parameter: our model trains it; a buffer is fp32 in every run.
+        dtype: in files; None: that of all others.
     """
 
     our_name: str
     hf_name: str | tuple[str, ...]
-    transposed: bool = False
+    form: Form = "ours"
     heads: int | None = None
     rows: tuple[int, int, int] | None = None
     experts: int | None = None
     native_name: str | None = None
     layers: tuple[int, ...] | None = None
+    is_parameter: bool = True
     dtype: torch.dtype | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.hf_name,) if isinstance(self.hf_name, str) else self.hf_name
-
-    @property
-    def is_parameter(self) -> bool:
-        """Return whether our model trains it; a buffer has the same dtype in every run."""
-        return self.dtype is None
 
     def for_layer(self, number: int) -> Weight:
         hf_names = tuple(name.format(layer=number) for name in self.names)
@@ -115,13 +116,24 @@ class Weight:
         whole = (whole[0] * whole[1], whole[2]) if self.experts else whole
         rows = self.rows[2] if self.rows else whole[0] // len(self.names)
         part = (rows, *whole[1:])
-        return dict.fromkeys(self.names, part[::-1] if self.transposed else part)
+        stored = {"ours": part, "transposed": part[::-1], "scalar": ()}[self.form]
+        return dict.fromkeys(self.names, stored)
+
+    def from_stored(self, tensor: Tensor) -> Tensor:
+        """Return Hugging Face's tensor in the form of our parameters, a view."""
+        if self.form == "scalar":
+            return tensor.reshape(1)
+        return tensor.t() if self.form == "transposed" else tensor
+
+    def to_stored(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in the form of our parameters in Hugging Face's, a view."""
+        if self.form == "scalar":
+            return tensor.reshape(())
+        return tensor.t() if self.form == "transposed" else tensor
 
     def from_hf(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return our whole parameter from Hugging Face's tensors."""
-        oriented = {
-            name: tensors[name].t() if self.transposed else tensors[name] for name in self.names
-        }
+        oriented = {name: self.from_stored(tensors[name]) for name in self.names}
         rows = (
             self.rows[1] - self.rows[0]
             if self.rows
@@ -142,7 +154,7 @@ def to_hf(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[str,
         read: our parameter's name → the whole of it.
     """
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
-    transposed: dict[str, bool] = {}
+    owners: dict[str, Weight] = {}
     for weight in weights:
         whole = weight.as_rows(read(weight.our_name))
         for name, spans in weight.spans(whole.shape[0]).items():
@@ -150,13 +162,13 @@ def to_hf(weights: Iterable[Weight], read: Callable[[str], Tensor]) -> dict[str,
             # Several weights may have rows of one tensor, in any order; they are sorted by where
             # they start.
             pieces.setdefault(name, []).extend(parts)
-            transposed[name] = weight.transposed
+            owners[name] = weight
     tensors = {}
     for name, rows_by_start in pieces.items():
         ordered = [rows for _, rows in sorted(rows_by_start, key=lambda pair: pair[0])]
         # One piece stays a view, so most tensors are not copied.
         joined = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
-        tensors[name] = joined.t() if transposed[name] else joined
+        tensors[name] = owners[name].to_stored(joined)
     return tensors
 
 

@@ -111,7 +111,7 @@ def load_native(
         parameter = weight.as_rows(parameters[weight.our_name])
         for name, spans in weight.spans(parameter.shape[0]).items():
             if name in tensors:
-                tensor = tensors[name].t() if weight.transposed else tensors[name]
+                tensor = weight.from_stored(tensors[name])
                 for span in spans:
                     # A weight's map has our parameter as the whole and Hugging Face's tensor as the
                     # part.

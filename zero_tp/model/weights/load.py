@@ -201,17 +201,14 @@ class PretrainedSource:
         whole_columns = [Spans.identity(along.whole_length) for along in columns]
         for name, stored_rows in weight.spans(rows.whole_length).items():
             for stored_index, index in overlaps((stored_rows, *whole_columns), spans):
-                target[index] = self._slice(name, stored_index, transposed=weight.transposed)
+                target[index] = self._slice(weight, name, stored_index)
 
-    def _slice(self, hf_name: str, index: Index, *, transposed: bool) -> Tensor:
-        """Return a slice of a Hugging Face tensor; `index` is that of our parameter, which may
-        be its transpose.
-        """
+    def _slice(self, weight: Weight, hf_name: str, index: Index) -> Tensor:
+        """Return a slice of a Hugging Face tensor; `index` is that of our parameter's form."""
 
         def read(name: str) -> Tensor:
             # A memory-mapped file: the transpose is a view, and only the slice's pages are read.
-            tensor = self.tensors[self.file_names[name]]
-            return (tensor.t() if transposed else tensor)[index]
+            return weight.from_stored(self.tensors[self.file_names[name]])[index]
 
         source = read(hf_name)
         alias = self.aliases.get(hf_name)
