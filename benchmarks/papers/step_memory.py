@@ -87,9 +87,8 @@ def _take_in(allocations: MarkedAllocations, engine: TrainingEngine) -> None:
     ]
     masters = [fragment.flat for fragment in engine.zero.fragments()]
     partitions = getattr(engine.zero.optimizer, "grad_partitions_flat_buffer", None)  # ZeRO-3's
-    parameters = [
-        partition_of(parameter, engine.topology.data_rank) for parameter in engine.model.parameters()
-    ]
+    rank = engine.topology.data_rank
+    parameters = [partition_of(parameter, rank) for parameter in engine.model.parameters()]
     allocations.mark(parameters, "parameters")
     allocations.mark(states, "optimizer")
     allocations.mark(masters, "optimizer")
