@@ -17,6 +17,13 @@ FIELDS = common.fields(
     sizes=("num_key_value_heads", "head_dim"),
     choices={"hidden_act": (*common.ACTIVATIONS, XIELU)},
     read=("pad_token_id", "attention_bias"),
+    # Files have them; transformers' class reads none.
+    fixed={
+        "qk_norm": (True, "the class always has norms of queries and keys"),
+        "post_norm": (False, "the class has norms before its branches"),
+        "mlp_bias": (False, "the class has no such biases"),
+        "hidden_dropout": (0.0, "the class has no such dropout"),
+    },
     undeclared={"head_dim": int},
 )
 
