@@ -9,13 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from transformers import LlamaConfig, MistralConfig
+from transformers import Gemma2Config, LlamaConfig, MistralConfig
 
 from zero_tp.data.batch import Batch, separate_documents
 from zero_tp.engine.guards import deterministic_algorithms
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
-from zero_tp.model.attention import AttentionCore, SDPACore, can_use_varlen, disable_cudnn_for_mask
+from zero_tp.model.attention import (
+    AttentionCore,
+    FlexCore,
+    SDPACore,
+    SoftCapCore,
+    can_use_varlen,
+    disable_cudnn_for_mask,
+)
 from zero_tp.model.context import AttentionMask, PackedSequences, VarlenMask
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel import devices
@@ -29,7 +36,7 @@ LENGTH = 384
 
 @pytest.fixture(autouse=True)
 def _kernels_of_pieces() -> None:
-    assert devices.runs_varlen(DEVICE), "these tests need compute capability 8.0"
+    assert devices.runs_flash(DEVICE), "these tests need compute capability 8.0"
 
 
 def documents_of(rows: int) -> Tensor:
@@ -141,7 +148,7 @@ def gradients(batch: Batch, window: int | None) -> list[Tensor]:
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_model_of_documents_and_windows(batch: Batch, window: int | None) -> None:
     found = gradients(batch, window)
-    with mock.patch.object(devices, "runs_varlen", lambda _: False):
+    with mock.patch.object(devices, "runs_flash", lambda _: False):
         masked = gradients(batch, window)
     for one, other in zip(found, masked, strict=True):
         torch.testing.assert_close(one.norm(), other.norm(), rtol=1e-2, atol=1e-5)
@@ -154,7 +161,7 @@ def test_a_repeated_run_gives_the_same_bits(batch: Batch, window: int | None, ma
     """By the flash kernel for pieces, or by the memory-efficient one beside a mask."""
     with (
         deterministic_algorithms(),
-        mock.patch.object(devices, "runs_varlen", lambda _: not masked),
+        mock.patch.object(devices, "runs_flash", lambda _: not masked),
     ):
         pairs = zip(gradients(batch, window), gradients(batch, window), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
@@ -204,7 +211,7 @@ def test_no_mask_is_made(batch: Batch) -> None:
 
     peak()
     without = peak()
-    with mock.patch.object(devices, "runs_varlen", lambda _: False):
+    with mock.patch.object(devices, "runs_flash", lambda _: False):
         assert peak() > without
 
 
@@ -218,3 +225,44 @@ def test_no_mask_reaches_cudnn() -> None:
         1024, 1024, packed=PackedSequences.one_per_row(2, 1024, DEVICE)
     )
     assert can_use_varlen(mask_of_documents, spec_of(128, 2), torch.bfloat16, DEVICE)
+
+
+@pytest.mark.parametrize(("apart", "window"), [(False, None), (False, 100), (True, 100)])
+@pytest.mark.parametrize(("size", "kv_heads"), [(256, 4), (64, 8), (80, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_capped_scores_by_flex_attention(
+    size: int, kv_heads: int, apart: bool, window: int | None, dtype: torch.dtype
+) -> None:
+    """As near to fp64's as eager scores come, twice as far at most."""
+    config = Gemma2Config(
+        hidden_size=8 * size,
+        num_attention_heads=8,
+        num_key_value_heads=kv_heads,
+        head_dim=size,
+        attn_logit_softcapping=2.0,
+    )
+    spec = architecture_of(config).spec(config)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    heads = [
+        torch.randn(3, each, LENGTH, size, device=DEVICE, generator=generator).to(dtype)
+        for each in (8, kv_heads, kv_heads)
+    ]
+    upstream = torch.randn(3, 8, LENGTH, size, device=DEVICE, generator=generator).to(dtype)
+    packed = PackedSequences.from_document_ids(documents_of(3), DEVICE) if apart else None
+    facts = AttentionMask(LENGTH, LENGTH, packed=packed, window=window)
+
+    def computed(kind: type[SoftCapCore], dtype: torch.dtype) -> list[Tensor]:
+        core = kind(spec, RandomStreams(Topology(world=1), 0, DEVICE))
+        own = [each.to(dtype).requires_grad_() for each in heads]
+        mask = core.build_mask(facts, spec, own[0].new_empty(LENGTH, 3, 8))
+        assert isinstance(mask, Tensor) == (kind is SoftCapCore)
+        output = core(*own, mask)
+        output.backward(upstream.to(dtype))
+        return [output.detach(), *(each.grad for each in own if each.grad is not None)]
+
+    exact = computed(SoftCapCore, torch.float64)
+    eager, found = computed(SoftCapCore, dtype), computed(FlexCore, dtype)
+    assert len(found) == 4
+    for one, other, right in zip(found, eager, exact, strict=True):
+        least = 1e-5 * float(right.norm())
+        assert float((one - right).norm()) <= 2 * float((other - right).norm()) + least

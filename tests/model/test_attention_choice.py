@@ -81,10 +81,10 @@ def test_which_documents_and_windows_take_a_mask(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    devices.runs_varlen.cache_clear()
+    devices.runs_flash.cache_clear()
     assert can_use_varlen(replace(WHOLE, **mask), spec_of(**fields), dtype, CUDA) == unmasked
-    devices.runs_varlen.cache_clear()
-    assert not devices.runs_varlen(torch.device("cpu"))
+    devices.runs_flash.cache_clear()
+    assert not devices.runs_flash(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("allowed", [True, False])

@@ -61,7 +61,7 @@ def packed_kernels() -> Iterator[mock.Mock]:
     """
     dtypes = (torch.float32, torch.float64, torch.bfloat16)
     with (
-        mock.patch.object(devices, "runs_varlen", lambda _: True),
+        mock.patch.object(devices, "runs_flash", lambda _: True),
         mock.patch.object(attention, "VARLEN_DTYPES", dtypes),
         mock.patch.object(varlen, "varlen_attn", mock.Mock(side_effect=pieces_apart)) as called,
     ):

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zero_tp.model import flex_attention
 from zero_tp.model.architectures.spec import TransformerSpec
-from zero_tp.model.context import AttentionMask, ForwardContext, PackedSequences, VarlenMask
+from zero_tp.model.context import AttentionMask, ForwardContext, Mask, PackedSequences, VarlenMask
 from zero_tp.model.norm import NORMS
 from zero_tp.model.position import apply_rotary
 from zero_tp.model.qkv import FusedQKV, GroupedQKV, heads_by_rank
@@ -49,14 +50,12 @@ class AttentionCore(nn.Module):
         self.causal = spec.causal
 
     @classmethod
-    def build_mask(
-        cls, mask: AttentionMask, spec: TransformerSpec, like: Tensor
-    ) -> Tensor | VarlenMask | None:
+    def build_mask(cls, mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Mask:
         """Return the additive mask of the scores, [b or 1, 1, s or 1, keys]: 0, or `hidden_score`
         for hidden keys.
 
         Layers with the same window share it. `SDPACore` may return a `VarlenMask`, or None,
-        instead.
+        instead, and `FlexCore` a `BlockMask`.
 
         Args:
             like: has the dtype and device of the activations; its second dimension is b.
@@ -87,7 +86,7 @@ def can_use_varlen(
         # not have added keys.
         mask.padding_mask is None
         and (mask.first_key, mask.keys) == (mask.first_query, mask.queries)
-        and devices.runs_varlen(device)
+        and devices.runs_flash(device)
         and dtype in VARLEN_DTYPES
         and spec.dropouts.attention == 0
         and spec.head_size % 8 == 0
@@ -103,9 +102,7 @@ class SDPACore(AttentionCore):
     """
 
     @classmethod
-    def build_mask(
-        cls, mask: AttentionMask, spec: TransformerSpec, like: Tensor
-    ) -> Tensor | VarlenMask | None:
+    def build_mask(cls, mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Mask:
         if mask.is_plain:
             return None
         if not can_use_varlen(mask, spec, like.dtype, like.device):
@@ -238,11 +235,36 @@ class SoftCapCore(EagerCore):
         return self.dropout((capped + mask).softmax(-1)) @ value
 
 
+class FlexCore(SoftCapCore):
+    """SoftCapCore by torch's `flex_attention` where that computes the forward, else eager."""
+
+    @classmethod
+    def build_mask(cls, mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Mask:
+        if flex_attention.can_use_flex(mask, spec, like.device):
+            return flex_attention.build_block_mask(mask, like.device)
+        return super().build_mask(mask, spec, like)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        if isinstance(mask, Tensor):
+            return super().forward(query, key, value, mask)
+        return flex_attention.capped_attention(query, key, value, mask, self.cap, self.score_scale)
+
+
 CORES: dict[str, type[AttentionCore]] = {
     "sdpa": SDPACore,
     "eager": EagerCore,
     "soft_cap": SoftCapCore,
+    "flex_attention": FlexCore,
 }
+
+
+def describe_attention(spec: TransformerSpec, device: torch.device) -> str:
+    """Return the attention that a run computes on this device, for its first lines."""
+    if spec.attention != "flex_attention":
+        return spec.attention
+    if devices.runs_flash(device) and spec.head_size in flex_attention.HEAD_SIZES:
+        return "flex_attention, which has not been tested on a GPU yet"
+    return "soft_cap (eager), because flex_attention does not train on this device"
 
 
 class Attention(ElementwiseModule):

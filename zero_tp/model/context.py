@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from transformers.cache_utils import Cache
 from zero_tp.model.architectures.spec import Rotary
 from zero_tp.model.position import Rotation
 from zero_tp.model.router_balance import ChoiceCount, RouterBalance
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,10 @@ class VarlenMask(NamedTuple):
 
     packed: PackedSequences
     window: int
+
+
+Mask: TypeAlias = "Tensor | VarlenMask | BlockMask | None"
+"""What an attention core takes: `AttentionCore.build_mask`."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +246,7 @@ class ForwardContext:
     """
 
     sequence: bool
-    masks: dict[int | None, Tensor | VarlenMask | None]
+    masks: dict[int | None, Mask]
     rotations: Mapping[Rotary, Rotation] = field(default_factory=dict)
     cache: Cache | None = None
     balance: RouterBalance | None = None

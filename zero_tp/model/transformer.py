@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.attention import CORES, Attention
-from zero_tp.model.context import AttentionMask, ForwardContext, ForwardInputs, VarlenMask
+from zero_tp.model.context import AttentionMask, ForwardContext, ForwardInputs, Mask
 from zero_tp.model.mlp import MLP, XIELUMLP, GatedMLP
 from zero_tp.model.moe import Experts
 from zero_tp.model.norm import NORMS
@@ -276,7 +276,7 @@ class Transformer(nn.Module):
         cache = inputs.cache
         positions = inputs.positions
         build_mask = CORES[self.spec.attention].build_mask
-        masks: dict[int | None, Tensor | VarlenMask | None] = {}
+        masks: dict[int | None, Mask] = {}
         for number, window in enumerate(self.spec.windows):
             if window not in masks:
                 # Asked for each window: a cache keeps fewer keys for windowed layers than for

@@ -204,8 +204,9 @@ def describe_devices(device: torch.device, ranks: int) -> str:
 
 
 @functools.cache
-def runs_varlen(device: torch.device) -> bool:
-    """Return whether torch's flash kernels for packed documents (`varlen_attn`) run on `device`.
+def runs_flash(device: torch.device) -> bool:
+    """Return whether torch's flash kernels for packed documents (`varlen_attn`) and the compiled
+    ones of `flex_attention` run on `device`.
 
     They need CUDA and compute capability 8.0. Whether AMD's kernels support sliding windows is
     unknown.

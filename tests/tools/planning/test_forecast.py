@@ -39,7 +39,7 @@ from zero_tp.config import RunConfig
 from zero_tp.parallel.devices import named_device
 from zero_tp.planning import dryrun, forecast
 from zero_tp.tools.planning.plan import plan
-forecast._current_device, forecast.runs_varlen = torch.device, lambda _: False  # this machine has none
+forecast._current_device, forecast.runs_flash = torch.device, lambda _: False  # this machine has none
 dryrun.has_real_device = lambda: True
 callback = forecast.MemoryForecast()
 config = RunConfig.load("quickstart", (), 4)

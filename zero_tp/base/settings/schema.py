@@ -296,7 +296,9 @@ class ZeroTP(ConfigModel):
     )
     attention: Literal["sdpa", "eager"] = Field(
         "sdpa",
-        description="The attention implementation: [training.md](training.md#activation-memory).",
+        description="The attention implementation: [training.md](training.md#activation-memory). "
+        'Scores with a soft cap (Gemma 2) run as `flex_attention` on CUDA under "sdpa", and '
+        "eagerly elsewhere; no GPU has tested it yet.",
     )
     parallel: Parallel = Parallel()
     recompute: RecomputeMode | RecomputePolicy = Field(

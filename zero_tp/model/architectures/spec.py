@@ -156,7 +156,7 @@ class TransformerSpec:
     query_key_norm: Literal["none", "heads", "whole"] = "none"
     clip: float | None = None
     padding_token: int | None = None
-    attention: Literal["sdpa", "eager", "soft_cap"] = "sdpa"
+    attention: Literal["sdpa", "eager", "soft_cap", "flex_attention"] = "sdpa"
     rotates_before_norm: bool = False
     attention_scale: float | None = None
     score_cap: float | None = None
@@ -175,10 +175,16 @@ class TransformerSpec:
         if self.position != "rotary" and any(self.rotaries):
             raise ValueError(f"position {self.position!r} with rotaries {self.rotaries}")
 
-    @property
-    def stores_scores(self) -> bool:
-        """Return whether backward keeps the attention's probabilities, s · s a head."""
-        return self.attention != "sdpa"
+    def stores_scores(self, *, flash: bool) -> bool:
+        """Return whether backward keeps the attention's probabilities, s · s a head.
+
+        Args:
+            flash: the device has the kernels of `flex_attention`, else its scores are computed
+                eagerly.
+        """
+        return self.attention in ("eager", "soft_cap") or (
+            self.attention == "flex_attention" and not flash
+        )
 
     @property
     def mlp_matrices(self) -> int:

@@ -6,7 +6,7 @@ import torch
 
 from zero_tp.base.constants import in_gib
 from zero_tp.base.errors import first_line
-from zero_tp.parallel.devices import runs_varlen
+from zero_tp.parallel.devices import runs_flash
 from zero_tp.run.callback import Callback, TrainState
 from zero_tp.run.config import RunConfig
 from zero_tp.run.metrics import memory_gib, resident_gib
@@ -38,7 +38,7 @@ class MemoryForecast(Callback):
         """Plan the run and return the line that is printed at its start."""
         cpu = device_type == "cpu"
         point = rank_memory(
-            config, cpu=cpu, varlen=cpu or runs_varlen(_current_device(device_type))
+            config, cpu=cpu, varlen=cpu or runs_flash(_current_device(device_type))
         ).peak
         # A CPU rank's offloaded states are in the same memory as its others.
         self._planned = point.total + (point.host if cpu else 0.0)

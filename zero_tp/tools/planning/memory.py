@@ -226,7 +226,7 @@ def rank_memory(
     Args:
         config: loaded with a world size.
         cpu: the ranks run on CPUs, else on accelerators.
-        varlen: the accelerators support `varlen_attn`.
+        varlen: the accelerators support `varlen_attn` and `flex_attention`.
         model: `run_model_size(config)`, if the caller has it.
     """
     model = model or run_model_size(config)
@@ -266,7 +266,8 @@ class PaperMemory:
         """
         layer = self.layer
         policy = self.workload.policy
-        core = formulas.eager_core if self.model.spec.stores_scores else formulas.sdpa_fused_core
+        stores_scores = self.workload.stores_scores(self.model.spec)
+        core = formulas.eager_core if stores_scores else formulas.sdpa_fused_core
         if not recomputes or policy.mode == "none":
             return formulas.saved(layer, core)
         # Offloaded checkpoints are in host memory, and the plan counts them there.

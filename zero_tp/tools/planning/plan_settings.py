@@ -13,6 +13,7 @@ from zero_tp.base.settings.optimizer import SGD, Muon, Optimizer, TorchAdam
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.engine.zero import facts
 from zero_tp.engine.zero.orthogonalize import NewtonSchulz, products_dtype
+from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.parallel.elementwise import is_compiled
 from zero_tp.run.config import RunConfig
 
@@ -40,7 +41,8 @@ class Workload:
         checkpointing: where the recomputed layers' inputs are kept.
         documents: attention stays inside a document (`data.document_attention` "reset").
         label_fraction: share of the tokens that have labels.
-        varlen: the accelerators support `varlen_attn`, so documents and windows need no mask.
+        varlen: the accelerators support `varlen_attn`, so documents and windows need no mask, and
+            `flex_attention`, which keeps no capped scores.
         compiled: training's elementwise work runs in compiled kernels.
     """
 
@@ -56,6 +58,10 @@ class Workload:
     label_fraction: float = 1.0
     varlen: bool = True
     compiled: bool = False
+
+    def stores_scores(self, spec: TransformerSpec) -> bool:
+        """Return whether backward keeps the attention's probabilities."""
+        return spec.stores_scores(flash=self.varlen and not self.cpu)
 
     @property
     def labels(self) -> int:

@@ -153,7 +153,7 @@ class Search:
             except UserError:  # heads or MLP do not divide
                 continue
             # Fused attention has no activations that selective recomputation could drop.
-            is_fused = not model.spec.stores_scores and not (
+            is_fused = not run_workload.stores_scores(model.spec) and not (
                 device.is_cpu and model.spec.dropouts.attention
             )
             policies = [

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from zero_tp.base.errors import UserError
+from zero_tp.model import flex_attention
 from zero_tp.parallel import devices
 
 T = TypeVar("T")
@@ -83,14 +84,17 @@ def simulated_accelerator(*, varlen: bool = True) -> Iterator[torch.device]:
     """Yield the simulated device. It is the same on machines with and without an accelerator.
 
     Args:
-        varlen: `varlen_attn` runs on it.
+        varlen: `varlen_attn` and `flex_attention` run on it.
     """
     with ExitStack() as stack:
         # The plan counts page-locked tensors by itself; locking pages needs a real device.
         stack.enter_context(_PageableMemory())
         for owner, name, replacement in (
-            (devices, "runs_varlen", lambda _: varlen),
+            (devices, "runs_flash", lambda _: varlen),
             (F, "scaled_dot_product_attention", _fused_attention),
+            # Its tables of blocks are small.
+            (flex_attention, "build_block_mask", lambda *_: None),
+            (flex_attention, "capped_attention", _fused_attention),
             (Tensor, "record_stream", lambda *_: None),
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
@@ -144,7 +148,8 @@ def _fused_attention(
 ) -> Any:
     """Return a fake output, and keep for backward what torch's flash attention keeps.
 
-    `scaled_dot_product_attention` itself would choose the maths kernel on the simulated device.
+    `scaled_dot_product_attention` itself would choose the maths kernel on the simulated device, and
+    `flex_attention` has no kernel there.
     Fused kernels keep Q, K, V, the mask, their output and the logarithm of each softmax's sum, and
     a seed instead of dropout's mask.
     """

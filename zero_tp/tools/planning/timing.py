@@ -252,7 +252,7 @@ class StepTimeEstimator:
             forward_flops(spec, self.workload.batch, self.workload.length).core
             / self.workload.tensor
         )
-        if spec.stores_scores:
+        if self.workload.stores_scores(spec):
             # QKᵀ reads Q and K and writes the scores; the second product reads scores and V, and
             # writes an output as large as Q. Together twice the scores, Q and K.
             traffic = 2 * rates.itemsize * (self.layer.scores + self.layer.queries + self._keys)
@@ -294,7 +294,7 @@ class StepTimeEstimator:
         queries, keys = 2 * e * layer.queries, 2 * e * self._keys  # read and written
         rotating = sum(rotary is not None for rotary in spec.rotaries) / spec.layers
         rotated = 2 * (queries + keys) * rotating
-        eager = spec.stores_scores
+        eager = self.workload.stores_scores(spec)
         transposed = queries + (queries + 2 * keys if eager else 0.0)
         # Forward has softmax, dropout, and `baddbmm`, which copies the mask into its result and
         # adds the product to it.

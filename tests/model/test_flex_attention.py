@@ -1,0 +1,166 @@
+"""Capped scores by torch's `flex_attention`, whose mathematics run on a CPU, against eager ones;
+where it is used, and what the plan counts. tests/cuda has its kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+from transformers import Gemma2Config
+
+from tests.support.decoders import decoder
+from tests.support.native import parallel_model
+from zero_tp.model import flex_attention
+from zero_tp.model.architectures import architecture_of
+from zero_tp.model.architectures.spec import Dropouts, TransformerSpec
+from zero_tp.model.attention import FlexCore, SoftCapCore, describe_attention
+from zero_tp.model.context import AttentionMask, PackedSequences
+from zero_tp.parallel import devices
+from zero_tp.parallel.random import RandomStreams
+from zero_tp.parallel.topology import Topology
+from zero_tp.tools.planning.dryrun import dry_run
+from zero_tp.tools.planning.plan_settings import Workload
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+WHOLE = AttentionMask(16, 16)
+
+
+def config_of(**changes: Any) -> Gemma2Config:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    return Gemma2Config(**(sizes | heads | {"attn_logit_softcapping": 2.0} | changes))
+
+
+def spec_of(**changes: Any) -> TransformerSpec:
+    config = config_of(**changes)
+    return architecture_of(config).spec(config)
+
+
+@contextmanager
+def mathematics_of_flex() -> Iterator[None]:
+    """Let a CPU compute what the kernels of an accelerator do; torch has no backward there."""
+    with (
+        mock.patch.object(devices, "runs_flash", lambda _: True),
+        mock.patch.object(torch_flex, "_validate_device", lambda *_: None),
+    ):
+        yield
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@settings(max_examples=25)
+@given(
+    numbers=st.none()
+    | st.lists(st.lists(st.integers(0, 2), min_size=11, max_size=11), min_size=2, max_size=2),
+    window=st.none() | st.integers(1, 12),
+    kv_heads=st.sampled_from([1, 2, 4]),
+)
+def test_outputs_and_gradients_are_those_of_eager_scores(
+    numbers: list[list[int]] | None, window: int | None, kv_heads: int
+) -> None:
+    spec = spec_of(query_pre_attn_scalar=5)
+    assert spec.attention == "flex_attention"
+    packed = numbers and PackedSequences.from_document_ids(torch.tensor(numbers), CPU)
+    facts = AttentionMask(11, 11, packed=packed or None, window=window)
+    heads = [torch.randn(2, each, 11, 16) for each in (4, kv_heads, kv_heads)]
+    upstream = torch.randn(2, 4, 11, 16)
+
+    def computed(kind: type[SoftCapCore]) -> list[Tensor]:
+        core = kind(spec, RandomStreams(Topology(world=1), 0))
+        own = [each.clone().requires_grad_() for each in heads]
+        mask = core.build_mask(facts, spec, torch.empty(11, 2, 64))
+        assert isinstance(mask, Tensor) == (kind is SoftCapCore)
+        output = core(*own, mask)
+        output.backward(upstream)
+        return [output.detach(), *(each.grad for each in own if each.grad is not None)]
+
+    expected = computed(SoftCapCore)
+    with mathematics_of_flex():
+        found = computed(FlexCore)
+    assert len(found) == 4
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_model_computes_what_transformers_class_does() -> None:
+    """Both windows of Gemma 2's layers; backward twice, whose mask of blocks is the first's."""
+    fields = {"model_type": "gemma2", **config_of(sliding_window=5).to_dict()}
+    reference = decoder(fields, 3)
+    tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
+    expected = reference(input_ids=tokens, labels=tokens)
+    with mathematics_of_flex():
+        model = parallel_model(reference, Topology(world=1), attention="sdpa").train()
+        with mock.patch.object(
+            torch_flex, "flex_attention", wraps=torch_flex.flex_attention
+        ) as kernel:
+            flex_attention._kernel.cache_clear()
+            for _ in range(2):
+                found = model(tokens, labels=tokens)
+                found.loss.backward()
+            flex_attention._kernel.cache_clear()
+    assert kernel.call_count == 4
+    assert found.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("used", "mask", "changes", "capability"),
+    [
+        (True, {"window": 5}, {}, (8, 0)),
+        (False, {}, {}, (7, 5)),
+        (False, {"padding_mask": torch.ones(1, 16)}, {}, (9, 0)),
+        (False, {"first_query": 8, "keys": 24}, {}, (9, 0)),
+        (False, {}, {"dropouts": Dropouts(attention=0.1)}, (9, 0)),
+        (False, {}, {"head_size": 8}, (9, 0)),
+        (False, {}, {"head_size": 40}, (9, 0)),
+    ],
+)
+def test_which_forwards_use_it(
+    used: bool,
+    mask: dict[str, Any],
+    changes: dict[str, Any],
+    capability: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    devices.runs_flash.cache_clear()
+    facts, spec = replace(WHOLE, **mask), replace(spec_of(), **changes)
+    assert flex_attention.can_use_flex(facts, spec, CUDA) == used
+    devices.runs_flash.cache_clear()
+    assert not flex_attention.can_use_flex(WHOLE, spec_of(), CPU)
+
+
+def test_the_first_lines_say_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert describe_attention(spec_of(), CPU).startswith("soft_cap (eager), because")
+    monkeypatch.setattr(devices, "runs_flash", lambda _: True)
+    assert describe_attention(spec_of(), CUDA).startswith("flex_attention, which has not been")
+    eager = config_of()
+    eager._attn_implementation = "eager"
+    assert describe_attention(architecture_of(eager).spec(eager), CUDA) == "soft_cap"
+
+
+def test_the_plan_counts_what_the_devices_kernel_keeps() -> None:
+    """Of a layer the probabilities and the tanh, 2 · 2 bytes of each of b · a · s² scores, on a CPU
+    or an old accelerator alone.
+    """
+    length = 256
+    config = config_of(max_position_embeddings=length)
+    workload = Workload(length, 1)
+
+    def kept(workload: Workload) -> float:
+        samples = dry_run(config, workload, all_layers=True)
+        return max(sample.activations for sample in samples)
+
+    of_two_layers = 2 * 4 * 4 * length**2
+    without = kept(workload)
+    for other in (replace(workload, varlen=False), replace(workload, cpu=True)):
+        assert kept(other) - without >= 0.9 * of_two_layers

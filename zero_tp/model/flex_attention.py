@@ -1,0 +1,109 @@
+"""Attention whose scores are capped, by torch's `flex_attention`: no kernel of SDPA has caps.
+
+torch compiles a kernel with the cap in it. It keeps no scores, and skips blocks that a window or
+documents hide.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zero_tp.model.architectures.spec import TransformerSpec
+from zero_tp.model.context import AttentionMask
+from zero_tp.parallel import devices
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+HEAD_SIZES = range(16, 257, 16)
+"""Of the kernels; with others the scores are computed eagerly."""
+
+
+def can_use_flex(mask: AttentionMask, spec: TransformerSpec, device: torch.device) -> bool:
+    """Return whether `flex_attention` can compute this forward.
+
+    It has no dropout. A token of padding that sees no key outputs 0 there, and the mean of all
+    values in transformers' classes with caps.
+    """
+    return (
+        devices.runs_flash(device)
+        and mask.padding_mask is None
+        # Blocks are numbered from the first token; a cache has other keys than queries.
+        and (mask.first_key, mask.keys) == (mask.first_query, mask.queries)
+        and spec.dropouts.attention == 0
+        and spec.head_size in HEAD_SIZES
+    )
+
+
+def build_block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
+    """Return which blocks of 128 queries and 128 keys are computed, and the mask within them."""
+    if mask.packed is not None:
+        return _block_mask(mask, device)
+    # The same for each batch of a run.
+    return _cached_block_mask(mask.queries, mask.window, device)
+
+
+@functools.lru_cache(maxsize=16)
+def _cached_block_mask(length: int, window: int | None, device: torch.device) -> BlockMask:
+    return _block_mask(AttentionMask(length, length, window=window), device)
+
+
+def _block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
+    from torch.nn.attention.flex_attention import create_block_mask  # importing it takes seconds
+
+    ids = None if mask.packed is None else mask.packed.sequence_ids
+    window = mask.keys if mask.window is None else mask.window
+
+    def is_visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        visible = (key <= query) & (key > query - window)
+        return visible if ids is None else visible & (ids[row, query] == ids[row, key])
+
+    batch = None if mask.packed is None else mask.packed.batch
+    # Without a compiler it makes the mask of all tokens, s² of each row, on the way.
+    return create_block_mask(
+        is_visible, batch, None, mask.queries, mask.keys, device, _compile=device.type == "cuda"
+    )
+
+
+def capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, cap: float, scale: float
+) -> Tensor:
+    """Return softmax(cap · tanh(scale · QKᵀ / cap))V. Shapes as in AttentionCore.
+
+    Args:
+        mask: of `build_block_mask`.
+    """
+    attended: Tensor = _kernel(query.device.type)(
+        query,
+        key,
+        value,
+        score_mod=_cap_of(cap),
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=key.shape[1] != query.shape[1],
+    )
+    return attended
+
+
+@functools.cache
+def _kernel(device_type: str) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Without a compiler it computes and keeps all scores.
+    kernel: Any = flex_attention
+    return torch.compile(kernel, dynamic=False) if device_type == "cuda" else kernel
+
+
+@functools.cache
+def _cap_of(cap: float) -> Callable[..., Tensor]:
+    """Return the function of a score. One for each cap: another one would be compiled again."""
+
+    def capped(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
