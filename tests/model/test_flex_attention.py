@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
@@ -20,6 +20,7 @@ from transformers import Gemma2Config
 
 from tests.support.decoders import decoder
 from tests.support.native import parallel_model
+from tests.tiers import examples
 from zero_tp.model import flex_attention
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import Dropouts, TransformerSpec
@@ -57,7 +58,7 @@ def mathematics_of_flex() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@settings(max_examples=25)
+@examples(6, 25)
 @given(
     numbers=st.none()
     | st.lists(st.lists(st.integers(0, 2), min_size=11, max_size=11), min_size=2, max_size=2),
