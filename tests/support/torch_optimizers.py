@@ -21,7 +21,7 @@ from zero_tp.model.architectures import architecture_of, file_tensors, weights_o
 STEPS, ROWS = 5, 8
 BY_ADAMW = re.compile(
     r"(wte|wpe|embed_tokens|embed_in|embed_out|lm_head|mlp\.gate|block_sparse_moe\.gate"
-    r"|router\.layer|shared_expert_gate)\.weight$"
+    r"|router\.layer|shared_expert_gate|\w+_embeddings|seq_relationship)\.weight$"
 )
 
 
