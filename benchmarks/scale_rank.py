@@ -31,7 +31,7 @@ from zero_tp.parallel.agreement import require_same_on_all_ranks
 from zero_tp.parallel.safetensors_files import FileDigest, hash_file
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint import directory
-from zero_tp.run.checkpoint.find import RunCheckpoint, find_readable_checkpoint
+from zero_tp.run.checkpoint.find import RunCheckpoint, peek_checkpoint
 from zero_tp.run.checkpoint.manifest import Manifest, states_file
 from zero_tp.run.checkpoint.reader import STARTS, ParameterLayout, tensor_name
 from zero_tp.run.checkpoint.save import Saver, run_saver
@@ -118,7 +118,7 @@ def simulate(world: World, folder: Path) -> dict[str, Any]:
         watched(world, clocks, store)
         result = save(world, clocks, saver, run)
         with clocks.part("resume: config"):
-            known = find_readable_checkpoint(run)
+            known = peek_checkpoint(run)
             assert known is not None
             RunConfig.load(file, (), world.ranks, known.saved_start())
         go_on(clocks, "resume", run, config, engine, prepared, known)

@@ -110,7 +110,7 @@ def pipeline_time(whole: StepTimeEstimator, p: int, m: int = 1) -> PipelineTime:
     assert rest == 0, "each stage has as many layers"
     stage = replace(whole, spec=replace(whole.spec, layers=layers), parameters=whole.parameters / p)
     time = stage.estimate()
-    micro = whole.zero.accumulation
+    micro = whole.settings.accumulation
     transfers = micro * transfer_time(whole, p, m)
     computing = time.products + time.recompute + time.elementwise + time.tp_communication
     working = computing - micro * stage.head_time().total + transfers
@@ -125,7 +125,7 @@ def transfer_time(whole: StepTimeEstimator, p: int, m: int) -> float:
         return 0.0
     workload = whole.workload
     device = whole.device
-    near = workload.tensor * whole.zero.data * p <= device.per_node
+    near = workload.tensor * whole.settings.data * p <= device.per_node
     speed = (
         device.intra_gbps * device.link_share if near else device.inter_gbps * device.inter_share
     )

@@ -14,7 +14,7 @@ class Megatron(StepTimeEstimator):
         """Count Apex's kernels: gradients become fp32, their norm and clipping, Adam, and the
         rounded weights.
         """
-        zero = self.zero
+        zero = self.settings
         e = self.workload.itemsize
         part = self.parameters / (zero.data if zero.stage else 1)
         update = 2 * (4 + zero.moments) + 4 + (4 + e if e < 4 else 0)

@@ -73,7 +73,7 @@ class Run:
         timing = self.program(
             spec=self.model.spec,
             workload=workload_of(config, cpu=False, varlen=self.device.varlen),
-            zero=zero,
+            settings=zero,
             parameters=self.model.parameters.total,
             device=self.device,
         )

@@ -139,7 +139,9 @@ class TorchOptimizers:
             error: their size, by default the largest of a rounding to bf16.
         """
         gradients = {
-            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.float()
+            name: torch.zeros_like(parameter, dtype=torch.float32)
+            if parameter.grad is None
+            else parameter.grad.float()
             for name, parameter in (computed or self.model).named_parameters()
             if parameter.requires_grad
         }

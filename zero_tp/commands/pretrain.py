@@ -55,6 +55,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help=argparse.SUPPRESS)
 
 
+def start(
+    parse: Callable[[], argparse.Namespace], verbose: bool, callbacks: Sequence[Callback] = ()
+) -> NoReturn:
+    """Run one rank and exit the process.
+
+    Args:
+        callbacks: called by the training loop, besides those of the config.
+    """
+    environment = RankEnvironment.of_this_process()
+    requests = Requests()
+    watch = Watchdog()
+    run_rank(
+        lambda: pretrain(parse(), environment, requests, watch, callbacks),
+        verbose,
+        environment,
+        requests,
+        watch,
+    )
+
+
 def pretrain(
     options: argparse.Namespace,
     environment: RankEnvironment,
@@ -62,7 +82,7 @@ def pretrain(
     watch: Watchdog,
     callbacks: Sequence[Callback],
 ) -> None:
-    from zero_tp.run.checkpoint.find import find_readable_checkpoint
+    from zero_tp.run.checkpoint.find import peek_checkpoint
     from zero_tp.run.config import RunConfig
     from zero_tp.tools.monitors.trackers import check_installed
 
@@ -71,7 +91,7 @@ def pretrain(
     # The config of a resumed run depends on its checkpoint ("auto" lengths, commits of hub names),
     # so this rank looks for it first; `find_start` decides on all ranks. Both come before heavy
     # imports, so that a mistake in the file ends the rank early.
-    checkpoint = find_readable_checkpoint(output, options.resume_from)
+    checkpoint = peek_checkpoint(output, options.resume_from)
     saved = None if checkpoint is None else checkpoint.saved_start()
     config = RunConfig.load(file, options.set, environment.world, saved)
     config = config.with_pinned_tokenizer()
@@ -139,23 +159,3 @@ def _chosen_callbacks(
             StepProfiler(*step_range(options.profile_steps, config.zero_tp.training.steps))
         )
     return chosen
-
-
-def start(
-    parse: Callable[[], argparse.Namespace], verbose: bool, callbacks: Sequence[Callback] = ()
-) -> NoReturn:
-    """Run one rank and exit the process.
-
-    Args:
-        callbacks: called by the training loop, besides those of the config.
-    """
-    environment = RankEnvironment.of_this_process()
-    requests = Requests()
-    watch = Watchdog()
-    run_rank(
-        lambda: pretrain(parse(), environment, requests, watch, callbacks),
-        verbose,
-        environment,
-        requests,
-        watch,
-    )

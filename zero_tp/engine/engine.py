@@ -1,7 +1,8 @@
 """Build a model in DeepSpeed's engine, in the one order that works, and run its steps and
 evaluations.
 
-engine/zero/stages.py has the differences between the ZeRO stages.
+`zero.backward` and `zero.step` are those of engine/zero/zero_engine.py; engine/zero/stages.py has
+what the ZeRO stages replace of them.
 """
 
 from __future__ import annotations
@@ -380,15 +381,17 @@ class TrainingEngine:
         self._figures = self._mean(figures, len(batches))
 
     def _forward(self, model: Any, batch: AnyBatch, **options: Any) -> Any:
+        """Run the model's forward: model/causal_lm.py, of an encoder model/masked_lm.py."""
         return model(batch.input_ids, **batch.arguments(), **options)
 
     def _backward(self, loss: Tensor) -> None:
+        """Run backward, in which hooks sum partial gradients over TP (parallel/gradients.py)."""
         self._enter("backward")
         self.zero.backward(loss)
 
     def _update(self) -> None:
-        """Compute the norm, veto a spike, clip, and update the weights; `ZeroEngine.step` says
-        who does what.
+        """Compute the norm, veto a spike, clip, and update the weights; `ZeroEngine.step`
+        (engine/zero/zero_engine.py) says who does what.
         """
         if self.qk_clip is not None:
             self.qk_clip.prepare()

@@ -47,6 +47,7 @@ def train(
         # After all `on_start`: until here SIGTERM ends the run at once, because there is nothing to
         # save.
         stack.enter_context(state.requests.accepting())
+        # By `rank_batches` of data/samples.py, in a thread.
         batches = stack.enter_context(state.inputs.read_ahead(state.topology, state.total_steps))
         for step in range(state.step + 1, state.total_steps + 1):
             state.step = step

@@ -55,7 +55,7 @@ def start_training(
         init_from: another run or its checkpoint, which a new run starts from.
         model: class of the model; by default that of the objective.
         resume_from: the checkpoint to resume from, instead of the newest.
-        known: a checkpoint that this rank has read already (`find_readable_checkpoint`).
+        known: a checkpoint that this rank has read already (`peek_checkpoint`).
 
     Raises:
         UserError: MASTER_ADDR or MASTER_PORT is unset, a setting does not work here, or a

@@ -182,14 +182,28 @@ def test_muon_of_each_family(
     assert found == found[:1] * 4
 
 
-def masters_in_bf16(
-    fields: dict[str, Any], seed: int, topology: Any, perturbation: int | None
+SIXTEEN_BITS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
+    "bf16": ({"bf16": {"enabled": True}}, torch.bfloat16),
+    "bf16, fp32 accumulation": (
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+        torch.bfloat16,
+    ),
+}
+"""DeepSpeed's settings and the dtype of weights and gradients, by name. It has no fp16 on CPUs."""
+
+
+def masters_in_16_bits(
+    fields: dict[str, Any],
+    seed: int,
+    topology: Any,
+    dtype: torch.dtype,
+    perturbation: int | None,
 ) -> dict[str, Tensor]:
-    """The masters after torch's steps, whose gradients are computed in bf16, by our names."""
-    # A run's masters begin as its weights, which are drawn in bf16.
-    reference = decoder(fields, seed).bfloat16().float()
+    """The masters after torch's steps, whose gradients are computed in 16 bits, by our names."""
+    # A run's masters begin as its weights, which are drawn in its dtype.
+    reference = decoder(fields, seed).to(dtype).float()
     optimizers = TorchOptimizers(reference, PARAMS, 0.3)
-    rounded = copy.deepcopy(reference).bfloat16()
+    rounded = copy.deepcopy(reference).to(dtype)
     draw = None if perturbation is None else torch.Generator().manual_seed(perturbation)
     for tokens in batches(fields, seed):
         rounded.load_state_dict(reference.state_dict())
@@ -199,18 +213,19 @@ def masters_in_bf16(
     return to_ours(reference.config, reference.state_dict())
 
 
-def distances_in_bf16(
-    fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stage: int
+def distances_in_16_bits(
+    fields: dict[str, Any], seed: int, tensor: int, sequence: bool, stage: int, name: str
 ) -> tuple[float, list[float]]:
-    """How far our masters are from torch's after five steps in bf16, and how far torch's own move
-    when their gradients are perturbed.
+    """How far our masters are from torch's after five steps in 16 bits, and how far torch's own
+    move when their gradients are perturbed.
     """
+    settings, dtype = SIXTEEN_BITS[name]
     reference = decoder(fields, seed)
-    engine = engine_of(reference, tensor, sequence, stage, PARAMS, 0.3, bf16={"enabled": True})
+    engine = engine_of(reference, tensor, sequence, stage, PARAMS, 0.3, **settings)
     topology = engine.topology
     for tokens in batches(fields, seed):
         engine.train_step(own_pieces(tokens, topology))
-    expected = masters_in_bf16(fields, seed, topology, None)
+    expected = masters_in_16_bits(fields, seed, topology, dtype, None)
     parameters = dict(engine.model.named_parameters())
     squares = torch.zeros(())
     for fragment in engine.zero.states().fragments:
@@ -221,7 +236,7 @@ def distances_in_bf16(
         squares += error.square().sum() / (copies * (topology.data if stage == 0 else 1))
     torch.distributed.all_reduce(squares)
     others = [
-        masters_in_bf16(fields, seed, topology, number)
+        masters_in_16_bits(fields, seed, topology, dtype, number)
         for number in range(5 if topology.rank == 0 else 0)
     ]
     moved = [norm(*(other[name] - expected[name] for name in other)) for other in others]
@@ -230,13 +245,19 @@ def distances_in_bf16(
 
 @THOROUGH
 @pytest.mark.parametrize("family", ["gpt2", "grouped queries"])
-@pytest.mark.parametrize(("tensor", "stage"), [(1, 2), (2, 1), (4, 0)])
-def test_bf16_is_as_near_as_a_rounding_of_the_gradients(
-    ranks: Pools, run_seed: int, family: str, tensor: int, stage: int
+@pytest.mark.parametrize(
+    ("tensor", "stage", "name"),
+    [
+        *((*grid, "bf16") for grid in ((1, 2), (2, 1), (4, 0))),
+        *((*grid, "bf16, fp32 accumulation") for grid in ((1, 1), (2, 1))),
+    ],
+)
+def test_16_bits_are_as_near_as_a_rounding_of_the_gradients(
+    ranks: Pools, run_seed: int, family: str, tensor: int, stage: int, name: str
 ) -> None:
     """As torch's own result under a perturbation of its gradients by one rounding."""
     fields = model_sizes(run_seed, family)
-    found = ranks(4).run(distances_in_bf16, fields, run_seed, tensor, tensor > 1, stage)
+    found = ranks(4).run(distances_in_16_bits, fields, run_seed, tensor, tensor > 1, stage, name)
     error, moved = found[0]
     assert error <= 1.5 * statistics.median(moved)
 

@@ -19,7 +19,7 @@ from zero_tp.run.checkpoint.directory import MANIFEST, Damaged, step_directory
 from zero_tp.run.checkpoint.find import (
     find_checkpoint,
     find_on_all_ranks,
-    find_readable_checkpoint,
+    peek_checkpoint,
 )
 from zero_tp.run.checkpoint.manifest import states_file
 
@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_manifest_that_was_read_is_not_read_again(run: Path) -> None:
-    known = find_readable_checkpoint(run)
+    known = peek_checkpoint(run)
     assert known is not None and known.path == step_directory(run, 2)
     with mock.patch.object(find, "read_manifest", side_effect=AssertionError("read again")):
         found = find_checkpoint(run, known)
@@ -48,7 +48,7 @@ def test_a_manifest_that_was_read_is_not_read_again(run: Path) -> None:
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_manifest_that_was_replaced_is_read_again(run: Path, in_place: bool) -> None:
-    known = find_readable_checkpoint(run)
+    known = peek_checkpoint(run)
     assert known is not None
     if not in_place:
         write_checkpoint(run, TINY, tensor=2, step=2)
@@ -60,7 +60,7 @@ def test_a_manifest_that_was_replaced_is_read_again(run: Path, in_place: bool) -
 
 
 def test_another_checkpoint_than_the_known_one_is_read(run: Path) -> None:
-    known = find_readable_checkpoint(run)
+    known = peek_checkpoint(run)
     write_checkpoint(run, TINY, tensor=2, step=3)
     assert find_checkpoint(run, known).step == 3
     assert find_checkpoint(step_directory(run, 1), known).step == 1
@@ -70,13 +70,13 @@ def test_an_unreadable_manifest_is_passed_over_until_all_ranks_look(
     run: Path, tmp_path: Path
 ) -> None:
     (step_directory(run, 2) / MANIFEST).write_text("{")
-    found = find_readable_checkpoint(run)
+    found = peek_checkpoint(run)
     assert found is not None and found.step == 1
-    found = find_readable_checkpoint(run, resume_from=tmp_path / "none")
+    found = peek_checkpoint(run, resume_from=tmp_path / "none")
     assert found is not None and found.step == 1
     with pytest.raises(Damaged, match="not valid JSON"):
         find_checkpoint(run, found)
-    assert find_readable_checkpoint(tmp_path / "new") is None
+    assert peek_checkpoint(tmp_path / "new") is None
 
 
 def found_together(run: str, set_aside: bool) -> tuple[str | None, tuple[str, ...]]:
@@ -124,7 +124,7 @@ def resumed_with_counts(path: str, run: str, other: str | None) -> tuple[int, in
         mock.patch.object(directory, "read_regular", read),
         mock.patch.object(directory, "parse_manifest", parse),
     ):
-        known = find_readable_checkpoint(Path(run))
+        known = peek_checkpoint(Path(run))
         start = Resume.find(Path(other or run), config, known=known)
         assert start is not None
         start.restore(engine.zero, config.zero_tp.training.seed)

@@ -29,7 +29,7 @@ from zero_tp.run.checkpoint.directory import (
     read_manifest,
     step_directory,
 )
-from zero_tp.run.checkpoint.find import find_readable_checkpoint
+from zero_tp.run.checkpoint.find import peek_checkpoint
 from zero_tp.run.checkpoint.manifest import (
     OWN_HASH,
     check_same_run,
@@ -219,12 +219,12 @@ def test_a_checkpoint_carries_what_a_start_needs(checkpoint: Path) -> None:
         }
     (run / "config.json").write_text("")
     model = read_manifest(checkpoint).model
-    found = find_readable_checkpoint(run)
+    found = peek_checkpoint(run)
     assert found is not None
     schedule = {"scheduler": {"params": {"total_num_steps": 7}}}
     assert found.saved_start() == SavedStart(schedule, model, 4)
     (checkpoint / MANIFEST).unlink()
-    assert find_readable_checkpoint(run) is None
+    assert peek_checkpoint(run) is None
 
 
 def config_of(folder: Path, **changes: Any) -> RunConfig:

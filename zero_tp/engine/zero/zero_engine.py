@@ -168,9 +168,10 @@ class ZeroEngine(ABC):
     def step(self, figures: Tensor | None = None) -> None:
         """End a micro-batch's backward; after the last of a step: norm, veto, clip and update.
 
-        At stages 1 to 3 DeepSpeed's step does all of them, and asks the veto for spikes in what
-        the stage's `initialize` (stages.py) wraps; at stage 0 `UnpartitionedStates` computes the
-        norm, vetoes and clips before DeepSpeed updates. A spike skips the update, as DeepSpeed
+        At stages 1 and 2 `FusedUpdate` (fused_update.py) does them for torch's AdamW; DeepSpeed's
+        step does them at stage 3 and for other optimizers, and asks the veto for spikes in what the
+        stage's `initialize` (stages.py) wraps. At stage 0 `UnpartitionedStates` computes the norm,
+        vetoes and clips before DeepSpeed updates. A spike skips the update, as DeepSpeed
         skips one with gradients that are not finite, but keeps fp16's loss scale.
 
         Args:

@@ -1,6 +1,7 @@
-"""Find a checkpoint: in one process, before a run's config is read, or on all ranks.
+"""Find a checkpoint: first `peek_checkpoint`, each rank alone, before a run's config is read; then
+`find_on_all_ranks`, which start_point.py calls.
 
-Its manifest is read and parsed once and handed on. Only the search on all ranks imports torch.
+A manifest is read and parsed once and handed on. Only the search on all ranks imports torch.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _file_id(checkpoint: Path) -> tuple[int, ...] | None:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
-def find_readable_checkpoint(run: Path, resume_from: Path | None = None) -> RunCheckpoint | None:
+def peek_checkpoint(run: Path, resume_from: Path | None = None) -> RunCheckpoint | None:
     """Open the checkpoint that a run will resume, as far as its manifest tells; None for a new run.
 
     Each rank calls it alone, before it reads the run's config, which depends on the checkpoint
@@ -222,7 +223,7 @@ def _read_when_visible(
 
     A network file system may show the files of another machine late.
     """
-    # Usually `find_readable_checkpoint` has read this manifest already. The hash says that it is
+    # Usually `peek_checkpoint` has read this manifest already. The hash says that it is
     # the same one.
     if known is not None and (known.path, known.manifest.sha256) == (path, sha256):
         return known

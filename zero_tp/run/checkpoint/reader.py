@@ -69,7 +69,9 @@ class ParameterLayout:
         }
 
     def spans(self, rank: int, size: int) -> tuple[Spans, ...]:
-        """Return the map between the parameter and a TP rank's shard, along each dimension."""
+        """Return the map between the parameter and a TP rank's shard, along each dimension:
+        `Layout.spans` of parallel/layout.py.
+        """
         return _spans(self.layout, self.shape, rank, size)
 
 
@@ -217,6 +219,13 @@ class CheckpointReader:
         # it is at the same TP size, and for a replicated parameter at any.
         if self.parameters[name].spans(nearest, self.tensor) == shard:
             return self._elements(name, kind, nearest, start, stop)
+        return self._reshaped(name, kind, shard, start, stop)
+
+    def _reshaped(
+        self, name: str, kind: str, shard: tuple[Spans, ...], start: int, stop: int
+    ) -> Tensor:
+        """Return elements [start, stop) of a shard, joined from saved shards of another shape."""
+        shape = [along.local_length for along in shard]
         # A ZeRO fragment may begin and end inside a row, but the maps are of whole rows and
         # columns. So read the smallest block around it, and cut it at the end.
         index, offset = enclosing_block(shape, start, stop)

@@ -308,7 +308,11 @@ def _read_states(
     reader: CheckpointReader,
     wanted: dict[str, ParameterLayout],
 ) -> None:
-    """Read this rank's masters and states; on the grid that saved them, its own file has all."""
+    """Read this rank's masters and states; on the grid that saved them, its own file has all.
+
+    `states.get` is a view of the optimizer's own tensor (engine/zero/states.py), so a copy into it
+    restores it.
+    """
     states = zero.states()
     topology = zero.topology
     # All kinds of one parameter after each other: its maps are cached, and in the file its tensors
@@ -323,7 +327,7 @@ def _read_states(
     for fragment, kind in tqdm(pieces, "resuming", unit="tensor", disable=disable, leave=False):
         shard = (wanted[fragment.name], topology.tensor_rank, topology.tensor)
         piece = reader.piece(fragment.name, kind, *shard, fragment.span.whole)
-        # A view of the optimizer's own tensor, which is made here if it has not stepped.
+        # The tensor is made here if the optimizer has not stepped.
         states.get(fragment, kind).copy_(piece)
     for name, buffer in stored_buffers(zero.model):
         piece = reader.piece(name, MASTER, wanted[name], topology.tensor_rank, topology.tensor)

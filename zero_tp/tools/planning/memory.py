@@ -1,4 +1,6 @@
-"""Memory of one rank over a step: the dry run's activations and DeepSpeed's model states."""
+"""Memory of one rank over a step: the dry run's activations (dryrun.py) and DeepSpeed's model
+states (zero.py). `PaperMemory` is the papers' account, for comparison alone.
+"""
 
 from __future__ import annotations
 

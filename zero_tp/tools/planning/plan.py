@@ -287,6 +287,9 @@ class Plan(Estimate):
 def plan(config: RunConfig, device: Device, tokens: int | None = None) -> Plan:
     """Plan a run on a device.
 
+    `Plan.needed` [bytes of a rank] is the peak of memory.py (activations by dryrun.py, states by
+    zero.py) and the device's margins; `Plan.time.total` [seconds a step] is that of timing.py.
+
     Args:
         config: loaded with a world size.
         tokens: tokens of the whole run; None: those of the config's steps.

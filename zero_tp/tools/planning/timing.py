@@ -151,7 +151,7 @@ class StepTimeEstimator:
     spec: TransformerSpec
     workload: Workload
     device: Device
-    zero: ZeroSettings
+    settings: ZeroSettings
     parameters: float
     tensors: int = 0
     muon: tuple[MatrixUpdate, ...] = ()
@@ -168,7 +168,7 @@ class StepTimeEstimator:
 
     @cached_property
     def matrix_time(self) -> MatrixTime:
-        return MatrixTime(self.muon, self.rates, self.zero)
+        return MatrixTime(self.muon, self.rates, self.settings)
 
     def layer_time(self) -> LayerTime:
         """Return the time of one layer and micro-batch, a mean over layers."""
@@ -377,7 +377,7 @@ class StepTimeEstimator:
 
     def estimate(self) -> StepTime:
         """Return the seconds of one step, by term."""
-        micro = self.zero.accumulation
+        micro = self.settings.accumulation
         layers = self.spec.layers
         recomputed = self.workload.policy.mean_recomputed_layers(layers, micro)
         layer = self.layer_time()
@@ -428,15 +428,15 @@ class StepTimeEstimator:
         Accumulation in another dtype uses a buffer even for a single micro-batch; it is zeroed once
         a step.
         """
-        zero = self.zero
+        settings = self.settings
         e = self.workload.itemsize
-        has_buffer = zero.grad_accum_itemsize != e
-        if zero.accumulation == 1 and not has_buffer:
+        has_buffer = settings.grad_accum_itemsize != e
+        if settings.accumulation == 1 and not has_buffer:
             return 0.0
         traffic = (
-            2.0 * zero.grad_accum_itemsize
+            2.0 * settings.grad_accum_itemsize
             + e
-            + zero.grad_accum_itemsize * has_buffer / zero.accumulation
+            + settings.grad_accum_itemsize * has_buffer / settings.accumulation
         )
         return self.parameters * traffic / self.rates.memory
 
@@ -448,37 +448,39 @@ class StepTimeEstimator:
         DeepSpeed synchronises with the device before each reduction to an owner (stage_1_and_2.py,
         `allreduce_and_copy`), so those never overlap.
         """
-        zero = self.zero
-        micro = self.zero.accumulation
+        settings = self.settings
+        micro = self.settings.accumulation
         e = self.workload.itemsize
         (gathers, reductions), gradient_bytes = (
-            zero.volumes,
-            zero.communication_itemsize * self.parameters,
+            settings.volumes,
+            settings.communication_itemsize * self.parameters,
         )
-        if zero.stage == 3:
+        if settings.stage == 3:
             layers = self.spec.layers  # one gather and one reduction for each
             gather = self.rates.collective_seconds(
-                e * self.parameters, zero.data, self.workload.tensor, layers
+                e * self.parameters, settings.data, self.workload.tensor, layers
             )
             reduce = self.rates.collective_seconds(
-                gradient_bytes, zero.data, self.workload.tensor, layers
+                gradient_bytes, settings.data, self.workload.tensor, layers
             )
-            computing = micro * (forward + backward) if zero.overlap else 0.0
+            computing = micro * (forward + backward) if settings.overlap else 0.0
             return self._exposed(gathers * gather + reductions * reduce, computing)
-        bucket = zero.reduce_bucket if zero.reduces_in_buckets else ALLREDUCE_BUCKET
+        bucket = settings.reduce_bucket if settings.reduces_in_buckets else ALLREDUCE_BUCKET
         # A call costs a ring's latency; a call is a bucket of gradients.
         calls = max(1, -(-self.parameters // bucket))
-        if zero.reduces_to_owners:
+        if settings.reduces_to_owners:
             # A partition's end also ends a bucket. NCCL reduces to one rank in a chain: each link
             # carries the whole tensor (tuning.cc: N steps), instead of (N-1)/N of it in a ring.
-            calls = calls + zero.data - 1
-            gradient_bytes = gradient_bytes * zero.data / (zero.data - 1)
-        gather = self.rates.collective_seconds(e * self.parameters, zero.data, self.workload.tensor)
+            calls = calls + settings.data - 1
+            gradient_bytes = gradient_bytes * settings.data / (settings.data - 1)
+        gather = self.rates.collective_seconds(
+            e * self.parameters, settings.data, self.workload.tensor
+        )
         reduce = self.rates.collective_seconds(
-            gradient_bytes, zero.data, self.workload.tensor, calls
+            gradient_bytes, settings.data, self.workload.tensor, calls
         )
         computing = (
-            (micro if zero.stage == 2 else 1) * backward if self.reduces_in_backward else 0.0
+            (micro if settings.stage == 2 else 1) * backward if self.reduces_in_backward else 0.0
         )
         return gathers * gather + self._exposed(reductions * reduce, computing)
 
@@ -486,7 +488,9 @@ class StepTimeEstimator:
     def reduces_in_backward(self) -> bool:
         """Return whether stages 0 to 2 reduce gradients while backward runs."""
         return (
-            self.zero.overlap and self.zero.reduces_in_buckets and not self.zero.reduces_to_owners
+            self.settings.overlap
+            and self.settings.reduces_in_buckets
+            and not self.settings.reduces_to_owners
         )
 
     def _exposed(self, communicating: float, computing: float) -> float:
@@ -499,23 +503,23 @@ class StepTimeEstimator:
 
     def update_traffic(self) -> float:
         """Return the bytes that the norm and the update of this rank's parameters move."""
-        zero = self.zero
+        settings = self.settings
         e = self.workload.itemsize
-        g = zero.grad_accum_itemsize
-        part = self.parameters / (zero.data if zero.stage else 1)
+        g = settings.grad_accum_itemsize
+        part = self.parameters / (settings.data if settings.stage else 1)
         # Reads and writes masters and moments, and writes the rounded weights.
         # An element that Muon updates has other traffic.
-        states = 2 * (4 + zero.moments) + e
-        if zero.runs_fused_update:
+        states = 2 * (4 + settings.moments) + e
+        if settings.runs_fused_update:
             return part * (g + g + states)
-        clipped = 8 if zero.clips_gradients else 0
-        if zero.offload_optimizer:
+        clipped = 8 if settings.clips_gradients else 0
+        if settings.offload_optimizer:
             # The device scans, takes norms and converts, as it sends each gradient.
             return part * (clipped + 4 + states + 4)
         # Chunks are copied to fp64, squared in place and summed.
         norm = g + 8 + 16 + 8
         # Their largest and smallest number; a flat copy of a partition.
-        scan, flat = (2 * g, 2 * g) if zero.stage else (0, 0)
+        scan, flat = (2 * g, 2 * g) if settings.stage else (0, 0)
         converted = g + 4 if g < 4 else 0
         # The optimizer reads fp32 gradients. The masters are read again to be rounded.
         elementwise = part * (norm + scan + flat + converted + clipped + 4 + states + 4)
@@ -524,38 +528,38 @@ class StepTimeEstimator:
 
     def launches(self) -> float:
         """Return the number of kernels of a step that an accelerator starts."""
-        zero = self.zero
+        settings = self.settings
         layers = self.spec.layers
-        recomputed = self.workload.policy.mean_recomputed_layers(layers, zero.accumulation)
+        recomputed = self.workload.policy.mean_recomputed_layers(layers, settings.accumulation)
         of_layer = LAYER_LAUNCHES if self.workload.compiled else EAGER_LAYER_LAUNCHES
         # A third of a layer's kernels are its forward's.
-        passes = zero.accumulation * ((layers + recomputed / 3) * of_layer + LOSS_LAUNCHES)
+        passes = settings.accumulation * ((layers + recomputed / 3) * of_layer + LOSS_LAUNCHES)
         # A rank of stages 1 and 2 updates the parameters of its partition; stage 3 cuts each one.
-        tensors = self.tensors / (zero.data if zero.stage in (1, 2) else 1)
+        tensors = self.tensors / (settings.data if settings.stage in (1, 2) else 1)
         passes += self.matrix_time.launches()
-        if zero.runs_fused_update:
+        if settings.runs_fused_update:
             return passes + tensors * (1 if self.workload.compiled else 4)
-        chunks = 3 * self.parameters / (zero.data if zero.stage else 1) / CHUNK_ELEMENTS
+        chunks = 3 * self.parameters / (settings.data if settings.stage else 1) / CHUNK_ELEMENTS
         return passes + tensors * UPDATE_LAUNCHES + chunks
 
     def _optimizer(self) -> tuple[float, float]:
         """Return the seconds of the update and of copies between host and device."""
-        zero = self.zero
+        settings = self.settings
         e = self.workload.itemsize
-        part = self.parameters / (zero.data if zero.stage else 1)
+        part = self.parameters / (settings.data if settings.stage else 1)
         traffic = self.update_traffic()
         host_link = self.device.host_gbps * 1e9 * self.device.link_share
         copies = 0.0  # copies of activation checkpoints overlap with the layers
-        if zero.offload_param:
-            copies += 3 * zero.accumulation * e * part / host_link
-        if not zero.offload_optimizer:
+        if settings.offload_param:
+            copies += 3 * settings.accumulation * e * part / host_link
+        if not settings.offload_optimizer:
             return traffic / self.rates.memory, copies
         # Down: the gradients of this rank's part, each micro-batch. Up: the updated weights, once.
-        copies += (zero.accumulation * e * part + e * part) / host_link
+        copies += (settings.accumulation * e * part + e * part) / host_link
         # All ranks of a node update at the same time and share its memory's bandwidth.
         host_memory = (
             HOST_MEMORY_GBPS
             * 1e9
-            / min(self.device.per_node, max(1, zero.data * self.workload.tensor))
+            / min(self.device.per_node, max(1, settings.data * self.workload.tensor))
         )
         return traffic / host_memory, copies
