@@ -23,6 +23,7 @@ from zero_tp.model.attention import (
     can_use_varlen,
     disable_cudnn_for_mask,
 )
+from zero_tp.model.attention_kernel import describe_attention
 from zero_tp.model.context import AttentionMask, PackedSequences, VarlenMask
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel import devices
@@ -266,3 +267,10 @@ def test_capped_scores_by_flex_attention(
     for one, other, right in zip(found, eager, exact, strict=True):
         least = 1e-5 * float(right.norm())
         assert float((one - right).norm()) <= 2 * float((other - right).norm()) + least
+
+
+def test_the_kernel_of_a_run_is_a_fused_one() -> None:
+    lines = list(
+        describe_attention(spec_of(128, 8), DEVICE, torch.bfloat16, 1024, 1, documents=False)
+    )
+    assert lines[0].startswith("attention: sdpa (") and "maths" not in lines[0]

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 from transformers import Qwen2Config
 
 from tests.support.mistakes import RIGHT
+from zero_tp.model import attention_kernel
 from zero_tp.model.architectures import architecture_of
-from zero_tp.model.architectures.spec import TransformerSpec
+from zero_tp.model.architectures.spec import Dropouts, TransformerSpec
 from zero_tp.model.attention import CORES, Attention, SDPACore, can_use_varlen
+from zero_tp.model.attention_kernel import describe_attention
 from zero_tp.model.context import AttentionMask
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel import devices
@@ -113,3 +116,53 @@ def test_no_mask_reaches_cudnn(
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
     assert seen == [(allowed and not masked, order)]
+
+
+LINE = "attention: sdpa"
+SLOW = "warning: cuDNN 9.10 is loaded"
+
+
+@pytest.mark.parametrize(
+    ("attention", "facts", "expected"),
+    [
+        ("sdpa", {"device": "cpu"}, [LINE]),
+        ("eager", {}, ["attention: eager"]),
+        ("flex_attention", {"device": "cpu"}, ["attention: soft_cap (eager), because"]),
+        ("flex_attention", {}, ["attention: flex_attention, which has not been tested"]),
+        ("sdpa", {"cudnn": 91600, "choice": 3}, [f"{LINE} (cuDNN 9.16)"]),
+        ("sdpa", {"choice": 0}, [f"{LINE} (torch's maths"]),
+        ("sdpa", {"choice": 1}, [f"{LINE} (FlashAttention 2)", SLOW]),
+        ("sdpa", {"choice": 1, "cudnn": 91600}, [f"{LINE} (FlashAttention 2)"]),
+        ("sdpa", {"choice": 1, "capability": (8, 0)}, [f"{LINE} (FlashAttention 2)"]),
+        ("sdpa", {"choice": 1, "documents": True}, [f"{LINE}, documents and windows by varlen"]),
+        ("sdpa", {"choice": 2, "documents": True, "capability": (7, 5)}, [f"{LINE} (memory-"]),
+    ],
+)
+def test_the_first_lines_name_the_kernel(
+    attention: Any, facts: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", raising=False)
+    capability, cudnn = facts.get("capability", (9, 0)), facts.get("cudnn", 91002)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    chosen = SDPBackend(facts.get("choice", 1))
+    monkeypatch.setattr(attention_kernel, "_chosen_kernel", lambda *_: chosen)
+    devices.runs_flash.cache_clear()
+    spec = replace(spec_of(use_sliding_window=False), attention=attention)
+    device = torch.device(facts.get("device", "cuda"))
+    lines = describe_attention(
+        spec, device, torch.bfloat16, 1024, 2, documents=facts.get("documents", False)
+    )
+    found = list(lines)
+    devices.runs_flash.cache_clear()
+    assert len(found) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(found, expected, strict=True)), found
+
+
+def test_torch_says_which_kernel_it_chooses() -> None:
+    """On a CPU, of the same arguments as on a GPU."""
+    spec = spec_of(use_sliding_window=False)
+    for dropout, kernel in ((0.0, SDPBackend.FLASH_ATTENTION), (0.1, SDPBackend.MATH)):
+        dropped = replace(spec, dropouts=Dropouts(attention=dropout))
+        cpu = torch.device("cpu")
+        assert attention_kernel._chosen_kernel(dropped, cpu, torch.bfloat16, 64, 2) == kernel

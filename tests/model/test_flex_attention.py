@@ -24,7 +24,7 @@ from tests.tiers import examples
 from zero_tp.model import flex_attention
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import Dropouts, TransformerSpec
-from zero_tp.model.attention import FlexCore, SoftCapCore, describe_attention
+from zero_tp.model.attention import FlexCore, SoftCapCore
 from zero_tp.model.context import AttentionMask, PackedSequences
 from zero_tp.parallel import devices
 from zero_tp.parallel.random import RandomStreams
@@ -138,15 +138,6 @@ def test_which_forwards_use_it(
     assert flex_attention.can_use_flex(facts, spec, CUDA) == used
     devices.runs_flash.cache_clear()
     assert not flex_attention.can_use_flex(WHOLE, spec_of(), CPU)
-
-
-def test_the_first_lines_say_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert describe_attention(spec_of(), CPU).startswith("soft_cap (eager), because")
-    monkeypatch.setattr(devices, "runs_flash", lambda _: True)
-    assert describe_attention(spec_of(), CUDA).startswith("flex_attention, which has not been")
-    eager = config_of()
-    eager._attn_implementation = "eager"
-    assert describe_attention(architecture_of(eager).spec(eager), CUDA) == "soft_cap"
 
 
 def test_the_plan_counts_what_the_devices_kernel_keeps() -> None:

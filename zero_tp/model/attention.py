@@ -258,15 +258,6 @@ CORES: dict[str, type[AttentionCore]] = {
 }
 
 
-def describe_attention(spec: TransformerSpec, device: torch.device) -> str:
-    """Return the attention that a run computes on this device, for its first lines."""
-    if spec.attention != "flex_attention":
-        return spec.attention
-    if devices.runs_flash(device) and spec.head_size in flex_attention.HEAD_SIZES:
-        return "flex_attention, which has not been tested on a GPU yet"
-    return "soft_cap (eager), because flex_attention does not train on this device"
-
-
 class Attention(ElementwiseModule):
     """QKV split by columns, the core by heads, the output projection by rows.
 

@@ -13,7 +13,7 @@ from zero_tp.base.errors import show
 from zero_tp.base.files import wait_until_visible
 from zero_tp.base.settings.schema import Timeouts
 from zero_tp.engine.engine import TrainingEngine
-from zero_tp.model.attention import describe_attention
+from zero_tp.model.attention_kernel import describe_attention
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.model.weights.load import PretrainedSource
 from zero_tp.parallel.agreement import on_rank_zero, require_same_on_all_ranks
@@ -203,7 +203,14 @@ def _describe_run(
             f"warning: this machine has /dev/nvidia0, but the run is on CPU: {causes}; look at "
             "nvidia-smi, too"
         )
-    yield f"attention: {describe_attention(engine.model.spec, engine.device)}"
+    yield from describe_attention(
+        engine.model.spec,
+        engine.device,
+        next(engine.model.parameters()).dtype,
+        config.zero_tp.data.sequence_length,
+        engine.topology.tensor,
+        documents=config.zero_tp.data.document_attention == "reset",
+    )
     yield from engine.activations.notes
     yield from (f"without effect: {line}" for line in config.without_effect())
     yield from (f"note: {line}" for line in (*config.cautions(), *inputs.notes))
