@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""This script is `zero-tp pretrain`: see zero_tp/commands/pretrain.py."""
+"""This script is `zero-tp pretrain`: `start` of zero_tp/commands/__init__.py, which calls that of
+zero_tp/commands/pretrain.py.
+"""
 
 from zero_tp.commands import start
 

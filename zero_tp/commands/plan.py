@@ -96,13 +96,13 @@ def main(options: argparse.Namespace) -> None:
     # If this process saw a device, each dry run would need a process of its own.
     os.environ.update(WITHOUT_DEVICES)
     from zero_tp.run.config import RunConfig
+    from zero_tp.tools.planning import plan_report as report
     from zero_tp.tools.planning.plan import plan
+    from zero_tp.tools.planning.search import Search
 
     config = RunConfig.load(options.file, options.set, options.world_size)
     device = named_device(options.device, options.world_size)
     run_plan = plan(config, device, options.tokens and int(options.tokens))
-    from zero_tp.tools.planning import plan_report as report
-    from zero_tp.tools.planning.search import Search
 
     result: dict[str, Any] = run_plan.as_json()
     lines = [report.describe(run_plan)]

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_config(
         parser, "--deepspeed_config", f"{check.FILE}; docs/config.md lists its keys", required=True
     )
-    check.add_settings(parser)
+    check.add_settings(parser)  # --output-dir, --set, --allow-pickle
     begin = parser.add_mutually_exclusive_group()
     begin.add_argument(
         "--resume-from",
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="resume from this checkpoint instead of the run's newest, such as "
         "RUN/checkpoints/step_00000500",
     )
-    check.add_parent(begin)
+    check.add_parent(begin)  # --from
     parser.add_argument(
         "--profile-steps",
         metavar="FIRST:LAST",

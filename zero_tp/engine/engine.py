@@ -49,8 +49,8 @@ class TrainingEngine:
     """A model in DeepSpeed's engine on a topology, and its training steps.
 
     It is built in the one order that works: the model (directly in its dtype; inside `zero.Init`
-    for ZeRO-3; with its gradient hooks) → layouts audited → recompute policy → compile →
-    `deepspeed.initialize(mpu=topology)` → replicas compared. Collective over all ranks.
+    for ZeRO-3; with its gradient hooks, parallel/gradients.py) → layouts audited → recompute policy
+    → compile → `deepspeed.initialize(mpu=topology)` → replicas compared. Collective over all ranks.
 
     Args:
         config: the model's Hugging Face config.
@@ -398,6 +398,7 @@ class TrainingEngine:
         self.zero.step(self._figures)
         self._norm, self.skipped = self.zero.norm_and_skipped()
         self._bias_update.apply(self.zero)
+        # The fused update has read them together with the norm.
         if self.zero.veto.read_figures is not None:
             self._figures = torch.tensor(self.zero.veto.read_figures, dtype=torch.float64)
 

@@ -322,6 +322,7 @@ class Attention(ElementwiseModule):
         rotates_product = self.clip is None and (
             self.rotates_first or isinstance(self.query_norm, nn.Identity)
         )
+        # A column-parallel product: qkv.py, then parallel/linear.py.
         query, key, value = self.qkv(
             tensor,
             sequence=context.sequence,
@@ -332,9 +333,7 @@ class Attention(ElementwiseModule):
         query = self.query_norm(query)
         key = self.key_norm(key)
         if self.clip is not None:
-            query, key, value = (
-                tensor.clamp(-self.clip, self.clip) for tensor in (query, key, value)
-            )
+            query, key, value = (part.clamp(-self.clip, self.clip) for part in (query, key, value))
         if rotation is not None and not rotates_product:
             query, key = apply_rotary(query, key, rotation, self.elementwise)
         # Keys are cached after the rotation, so each is rotated once, and before they are repeated

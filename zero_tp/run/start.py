@@ -69,9 +69,10 @@ def start_training(
     # Before ranks connect, because a rank may hang there, too.
     _start_watchdog(watch, block.training.timeouts, environment)
     with run_directory(inputs.directory) if is_rank_zero else nullcontext() as owner:
+        # It makes the TP and DP groups, too (parallel/topology.py).
         topology, device = connect_deepspeed(config, environment)
-        # `connect_deepspeed` has joined the store. The client of the start is idle from here on, so
-        # the watchdog may use it alone.
+        # A second client of the store. That of the start is idle from here on, so the watchdog may
+        # use it alone.
         if environment.world > 1:
             watch.connect(environment.store.join())
         _check_shared_directory(inputs.directory, owner)

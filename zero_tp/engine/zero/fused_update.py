@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.utils import all_gather_dp_groups
@@ -91,6 +91,19 @@ def update_blocks(sizes: Sequence[int], counted: Sequence[bool | None]) -> list[
     return blocks
 
 
+class GroupPlan(NamedTuple):
+    """What one group's update and norm go through.
+
+    Attributes:
+        sizes: elements of each gradient.
+        weights: 1 for each block that this rank counts in the norm, else 0, fp64.
+    """
+
+    sizes: list[int]
+    blocks: list[UpdateBlock]
+    weights: Tensor
+
+
 class FusedUpdate:
     """Replaces the step of DeepSpeed's optimizer of ZeRO-1 and 2, where `is_supported`.
 
@@ -117,7 +130,7 @@ class FusedUpdate:
         self._topology = topology
         self._veto = veto
         self._elementwise = elementwise
-        self._plans: dict[int, tuple[list[int], list[UpdateBlock], Tensor]] = {}
+        self._plans: dict[int, GroupPlan] = {}
         self._counts: dict[int, tuple[Tensor, int]] = {}
         self.change: Callable[[Sequence[Tensor]], bool] | None = None
 
@@ -194,16 +207,15 @@ class FusedUpdate:
         for parameters in (optimizer.params_in_partition, optimizer.params_not_in_partition):
             optimizer.free_grad_in_param_list(parameters[group])
         sizes = [gradient.numel() for gradient in gradients]
-        if group not in self._plans or self._plans[group][0] != sizes:
-            self._plans[group] = (sizes, *self._plan(group, gradients))
+        if group not in self._plans or self._plans[group].sizes != sizes:
+            self._plans[group] = self._plan(group, gradients)
         flat_gradients: list[Tensor] = []
-        for block in self._plans[group][1]:
+        for block in self._plans[group].blocks:
             parts = [gradient.reshape(-1) for gradient in gradients[block.gradients]]
             flat_gradients.append(parts[0] if len(parts) == 1 else torch.cat(parts))
         return flat_gradients
 
-    def _plan(self, group: int, gradients: Sequence[Tensor]) -> tuple[list[UpdateBlock], Tensor]:
-        """Return the group's blocks, and 1 for each that this rank counts in the norm, else 0."""
+    def _plan(self, group: int, gradients: Sequence[Tensor]) -> GroupPlan:
         # DeepSpeed pairs gradients with parameters in order, after it has left padding out. A
         # partition without parameters is one tensor of zeros.
         parameters = iter(self._optimizer.params_in_partition[group])
@@ -212,10 +224,11 @@ class FusedUpdate:
             for gradient in gradients
         ]
         counted = [None if owner is None else is_counted(owner, self._topology) for owner in owners]
-        blocks = update_blocks([gradient.numel() for gradient in gradients], counted)
+        sizes = [gradient.numel() for gradient in gradients]
+        blocks = update_blocks(sizes, counted)
         weights = [float(block.is_counted) for block in blocks]
         device = gradients[0].device
-        return blocks, torch.tensor(weights, dtype=torch.float64, device=device)
+        return GroupPlan(sizes, blocks, torch.tensor(weights, dtype=torch.float64, device=device))
 
     def _norm(self, gradients: Sequence[Sequence[Tensor]]) -> Tensor:
         """Return the norm of all ranks' gradients, fp32 [0-d]; not finite if one of them is not.
@@ -224,7 +237,7 @@ class FusedUpdate:
         """
         squares = []
         for group, flat_gradients in enumerate(gradients):
-            weights = self._plans[group][2]
+            weights = self._plans[group].weights
             # A rank that does not count a replicated gradient adds 0 times its square: 0, or nan if
             # the gradient is not finite on this rank alone.
             squares.append(
@@ -252,9 +265,9 @@ class FusedUpdate:
         return float(1.0 / scale)
 
     def _update_group(self, group: int, gradients: list[Tensor], factor: float) -> None:
-        """Update a group's masters, moments and weights; free each gradient."""
+        """Update a group's masters, moments and weights (adamw.py); free each gradient."""
         optimizer = self._optimizer
-        blocks = self._plans[group][1]
+        blocks = self._plans[group].blocks
         if not blocks:
             return  # of a few small parameters this rank may have none
         flat = optimizer.single_partition_of_fp32_groups[group]

@@ -119,8 +119,9 @@ class ZeroEngine(ABC):
         """Make DeepSpeed's engine. Collective over all ranks.
 
         Args:
-            trainable: parameters for the config's optimizer, or an optimizer whose update is
-                element-wise.
+            trainable: parameters for the config's optimizer (by default torch's fused AdamW:
+                `choose_implementation` in base/settings/optimizer.py), or an optimizer whose update
+                is element-wise.
         """
         # By default cuBLAS may round partial sums of 16-bit products to 16 bits. Under TP the
         # products have other shapes, so the results would differ from the plain run's by more than
@@ -168,8 +169,8 @@ class ZeroEngine(ABC):
     def step(self, figures: Tensor | None = None) -> None:
         """End a micro-batch's backward; after the last of a step: norm, veto, clip and update.
 
-        At stages 1 and 2 `FusedUpdate` (fused_update.py) does them for torch's AdamW; DeepSpeed's
-        step does them at stage 3 and for other optimizers, and asks the veto for spikes in what the
+        `FusedUpdate` (fused_update.py) does them for torch's AdamW at stages 1 and 2, without
+        offload. Elsewhere DeepSpeed's step does them, and asks the veto for spikes in what the
         stage's `initialize` (stages.py) wraps. At stage 0 `UnpartitionedStates` computes the norm,
         vetoes and clips before DeepSpeed updates. A spike skips the update, as DeepSpeed
         skips one with gradients that are not finite, but keeps fp16's loss scale.

@@ -214,7 +214,8 @@ class CheckpointReader:
         shard = wanted.spans(rank, size)
         shape = [along.local_length for along in shard]
         start, stop, _ = (elements or slice(None)).indices(math.prod(shape))
-        nearest = rank if size == self.tensor else 0  # a replica is read from the rank's own file
+        # At the same TP size the rank's own file; else rank 0's, which is enough for a replica.
+        nearest = rank if size == self.tensor else 0
         # Equal maps need no reshaping: the wanted elements are consecutive in one saved shard. So
         # it is at the same TP size, and for a replicated parameter at any.
         if self.parameters[name].spans(nearest, self.tensor) == shard:

@@ -310,8 +310,8 @@ def _read_states(
 ) -> None:
     """Read this rank's masters and states; on the grid that saved them, its own file has all.
 
-    `states.get` is a view of the optimizer's own tensor (engine/zero/states.py), so a copy into it
-    restores it.
+    The fragments are those of engine/zero/stages.py. `states.get` is a view of the optimizer's own
+    tensor (engine/zero/states.py), so a copy into it restores it. States on NVMe were refused.
     """
     states = zero.states()
     topology = zero.topology
@@ -325,8 +325,8 @@ def _read_states(
     ]
     disable = None if topology.rank == 0 else True
     for fragment, kind in tqdm(pieces, "resuming", unit="tensor", disable=disable, leave=False):
-        shard = (wanted[fragment.name], topology.tensor_rank, topology.tensor)
-        piece = reader.piece(fragment.name, kind, *shard, fragment.span.whole)
+        place = (wanted[fragment.name], topology.tensor_rank, topology.tensor)
+        piece = reader.piece(fragment.name, kind, *place, fragment.span.whole)
         # The tensor is made here if the optimizer has not stepped.
         states.get(fragment, kind).copy_(piece)
     for name, buffer in stored_buffers(zero.model):

@@ -221,7 +221,12 @@ class RankMemory:
 
 
 def rank_memory(
-    config: RunConfig, *, cpu: bool, varlen: bool = True, model: ModelSize | None = None
+    config: RunConfig,
+    *,
+    cpu: bool,
+    varlen: bool = True,
+    model: ModelSize | None = None,
+    workload: Workload | None = None,
 ) -> RankMemory:
     """Return the memory of one rank of the run.
 
@@ -229,10 +234,11 @@ def rank_memory(
         config: loaded with a world size.
         cpu: the ranks run on CPUs, else on accelerators.
         varlen: the accelerators support `varlen_attn` and `flex_attention`.
-        model: `run_model_size(config)`, if the caller has it.
+        model, workload: `run_model_size(config)` and `workload_of(config, …)`, if the caller has
+            them.
     """
     model = model or run_model_size(config)
-    workload = workload_of(config, cpu=cpu, varlen=varlen)
+    workload = workload or workload_of(config, cpu=cpu, varlen=varlen)
     recomputed = workload.fully_recomputed_layers(model.spec.layers)
     zero = ZeroMemory(model.parameters, ZeroSettings.of(config, cpu=cpu), recomputed)
     checkpoint_bytes = workload.activation_checkpoint_bytes(model.spec.hidden, model.spec.layers)

@@ -300,5 +300,5 @@ def plan(config: RunConfig, device: Device, tokens: int | None = None) -> Plan:
     matrix_flops(device, config.dtype)  # refuses before the dry run
     model = run_model_size(config)
     workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
-    memory = rank_memory(config, cpu=device.is_cpu, varlen=device.varlen, model=model)
+    memory = rank_memory(config, cpu=device.is_cpu, model=model, workload=workload)
     return Plan(device, model, workload, memory, config, tokens)

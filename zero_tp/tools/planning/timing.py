@@ -143,7 +143,7 @@ class StepTimeEstimator:
     expert.
 
     Attributes:
-        parameters: elements on one rank before ZeRO partitions them (Ψ/t).
+        parameters: elements on one rank before ZeRO partitions them.
         tensors: their number.
         muon: the update of each group of matrices.
     """
@@ -164,6 +164,7 @@ class StepTimeEstimator:
 
     @cached_property
     def layer(self) -> Layer:
+        """Return the sizes of one rank's part of a layer."""
         return Layer.of(self.spec, self.workload)
 
     @cached_property
@@ -377,9 +378,9 @@ class StepTimeEstimator:
 
     def estimate(self) -> StepTime:
         """Return the seconds of one step, by term."""
-        micro = self.settings.accumulation
+        accumulation = self.settings.accumulation
         layers = self.spec.layers
-        recomputed = self.workload.policy.mean_recomputed_layers(layers, micro)
+        recomputed = self.workload.policy.mean_recomputed_layers(layers, accumulation)
         layer = self.layer_time()
         head = self.head_time()
         all_layers = Seconds(
@@ -388,11 +389,11 @@ class StepTimeEstimator:
         backward = layers * layer.backward.total + recomputed * layer.recompute.total
         optimizer, host = self._optimizer()
         return StepTime(
-            products=micro * (all_layers.products + head.products),
-            recompute=micro * recomputed * layer.recompute.total,
-            elementwise=micro
+            products=accumulation * (all_layers.products + head.products),
+            recompute=accumulation * recomputed * layer.recompute.total,
+            elementwise=accumulation
             * (all_layers.memory_bound + self.accumulation_time() + head.memory_bound),
-            tp_communication=micro * all_layers.collectives,
+            tp_communication=accumulation * all_layers.collectives,
             dp_communication=self._dp_communication(
                 layers * layer.forward.total + head.total, backward
             ),
@@ -449,21 +450,19 @@ class StepTimeEstimator:
         `allreduce_and_copy`), so those never overlap.
         """
         settings = self.settings
-        micro = self.settings.accumulation
+        accumulation = self.settings.accumulation
         e = self.workload.itemsize
-        (gathers, reductions), gradient_bytes = (
-            settings.volumes,
-            settings.communication_itemsize * self.parameters,
-        )
+        gathers, reductions = settings.volumes
+        gradient_bytes = settings.communication_itemsize * self.parameters
         if settings.stage == 3:
             layers = self.spec.layers  # one gather and one reduction for each
             gather = self.rates.collective_seconds(
-                e * self.parameters, settings.data, self.workload.tensor, layers
+                e * self.parameters, settings.data, stride=self.workload.tensor, calls=layers
             )
             reduce = self.rates.collective_seconds(
-                gradient_bytes, settings.data, self.workload.tensor, layers
+                gradient_bytes, settings.data, stride=self.workload.tensor, calls=layers
             )
-            computing = micro * (forward + backward) if settings.overlap else 0.0
+            computing = accumulation * (forward + backward) if settings.overlap else 0.0
             return self._exposed(gathers * gather + reductions * reduce, computing)
         bucket = settings.reduce_bucket if settings.reduces_in_buckets else ALLREDUCE_BUCKET
         # A call costs a ring's latency; a call is a bucket of gradients.
@@ -474,13 +473,15 @@ class StepTimeEstimator:
             calls = calls + settings.data - 1
             gradient_bytes = gradient_bytes * settings.data / (settings.data - 1)
         gather = self.rates.collective_seconds(
-            e * self.parameters, settings.data, self.workload.tensor
+            e * self.parameters, settings.data, stride=self.workload.tensor
         )
         reduce = self.rates.collective_seconds(
-            gradient_bytes, settings.data, self.workload.tensor, calls
+            gradient_bytes, settings.data, stride=self.workload.tensor, calls=calls
         )
         computing = (
-            (micro if settings.stage == 2 else 1) * backward if self.reduces_in_backward else 0.0
+            (accumulation if settings.stage == 2 else 1) * backward
+            if self.reduces_in_backward
+            else 0.0
         )
         return gathers * gather + self._exposed(reductions * reduce, computing)
 

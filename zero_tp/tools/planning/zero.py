@@ -2,7 +2,7 @@
 
 The papers' formulas (tools/planning/formulas.py) leave out flat copies, buckets, gathered layers
 and the optimizer's temporaries. This account follows the allocations of a real engine, and tests
-compare the two. Notation: e = bytes of an element of the run's dtype.
+compare the two. Notation: e = bytes of an element of the run's dtype, N_d = replicas.
 """
 
 from __future__ import annotations
@@ -558,7 +558,7 @@ class ZeroMemory:
     def in_update(self) -> StateBytes:
         """Return the peak of the optimizer's update.
 
-        A run's first update creates the moments.
+        A run's first update creates the moments, which are counted from the start.
         """
         updates = [self._in_update(numel, temporaries) for numel, temporaries in self._calls]
         return max(updates, key=lambda state: state.gradients + state.buffers + state.host)
