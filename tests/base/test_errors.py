@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.tools.fuzz.commands import LONGEST_REFUSAL, broken_style
-from zero_tp.base.errors import UserError, error_line, first_line, shown, visible
+from zero_tp.base.errors import UserError, error_line, first_line, show_text, shown, visible
 
 
 class RepositoryNotFoundError(Exception):
@@ -60,3 +62,15 @@ def test_what_acts_on_a_terminal_is_escaped() -> None:
     )
     assert shown({"\x7f": "\x1b"}) == '{"\\x7f": "\\u001b"}'
     assert len(error_line("x" * 10_000)) < 2_000
+
+
+def test_text_is_printed_as_it_is_but_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "a\x1b[31m\u202eb\xad\u200f\ufeff\tc\r\nd\re\x85"
+    show_text(text)
+    assert capsys.readouterr().out == f"{text}\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show_text(text)
+    expected = "a\\x1b[31m\\u202eb\xad\u200f\ufeff\tc\r\nd\\re\\x85\n"
+    assert capsys.readouterr().out == expected

@@ -13,6 +13,7 @@ from transformers import Gemma2Config, LlamaConfig, MistralConfig
 
 from zero_tp.data.batch import Batch, separate_documents
 from zero_tp.engine.guards import deterministic_algorithms
+from zero_tp.model import flex_attention
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.attention import (
@@ -38,6 +39,8 @@ LENGTH = 384
 @pytest.fixture(autouse=True)
 def _kernels_of_pieces() -> None:
     assert devices.runs_flash(DEVICE), "these tests need compute capability 8.0"
+    torch._dynamo.reset()  # it compiles a function for eight cases at most
+    flex_attention._first_shape.clear()
 
 
 def documents_of(rows: int) -> Tensor:
@@ -242,6 +245,7 @@ def test_capped_scores_by_flex_attention(
         head_dim=size,
         attn_logit_softcapping=2.0,
     )
+    config._attn_implementation = "flex_attention"
     spec = architecture_of(config).spec(config)
     generator = torch.Generator(DEVICE).manual_seed(1)
     heads = [
@@ -254,7 +258,7 @@ def test_capped_scores_by_flex_attention(
 
     def computed(kind: type[SoftCapCore], dtype: torch.dtype) -> list[Tensor]:
         core = kind(spec, RandomStreams(Topology(world=1), 0, DEVICE))
-        own = [each.to(dtype).requires_grad_() for each in heads]
+        own = [each.detach().to(dtype).clone().requires_grad_() for each in heads]
         mask = core.build_mask(facts, spec, own[0].new_empty(LENGTH, 3, 8))
         assert isinstance(mask, Tensor) == (kind is SoftCapCore)
         output = core(*own, mask)

@@ -119,6 +119,7 @@ def test_no_mask_reaches_cudnn(
 
 
 LINE = "attention: sdpa"
+EAGER_CAPS = "attention: soft_cap (eager), because"
 SLOW = "warning: cuDNN 9.10 is loaded"
 
 
@@ -127,8 +128,13 @@ SLOW = "warning: cuDNN 9.10 is loaded"
     [
         ("sdpa", {"device": "cpu"}, [LINE]),
         ("eager", {}, ["attention: eager"]),
-        ("flex_attention", {"device": "cpu"}, ["attention: soft_cap (eager), because"]),
+        ("flex_attention", {"device": "cpu"}, [EAGER_CAPS]),
         ("flex_attention", {}, ["attention: flex_attention, which has not been tested"]),
+        (
+            "flex_attention",
+            {"size": 40},
+            ["attention: soft_cap (eager), because flex_attention has no heads of 40"],
+        ),
         ("sdpa", {"cudnn": 91600, "choice": 3}, [f"{LINE} (cuDNN 9.16)"]),
         ("sdpa", {"choice": 0}, [f"{LINE} (torch's maths"]),
         ("sdpa", {"choice": 1}, [f"{LINE} (FlashAttention 2)", SLOW]),
@@ -148,7 +154,9 @@ def test_the_first_lines_name_the_kernel(
     chosen = SDPBackend(facts.get("choice", 1))
     monkeypatch.setattr(attention_kernel, "_chosen_kernel", lambda *_: chosen)
     devices.runs_flash.cache_clear()
-    spec = replace(spec_of(use_sliding_window=False), attention=attention)
+    spec = replace(
+        spec_of(use_sliding_window=False), attention=attention, head_size=facts.get("size", 64)
+    )
     device = torch.device(facts.get("device", "cuda"))
     lines = describe_attention(
         spec, device, torch.bfloat16, 1024, 2, documents=facts.get("documents", False)

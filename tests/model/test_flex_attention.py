@@ -39,7 +39,9 @@ WHOLE = AttentionMask(16, 16)
 def config_of(**changes: Any) -> Gemma2Config:
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    return Gemma2Config(**(sizes | heads | {"attn_logit_softcapping": 2.0} | changes))
+    config = Gemma2Config(**(sizes | heads | {"attn_logit_softcapping": 2.0} | changes))
+    config._attn_implementation = "flex_attention"
+    return config
 
 
 def spec_of(**changes: Any) -> TransformerSpec:
@@ -51,6 +53,7 @@ def spec_of(**changes: Any) -> TransformerSpec:
 def mathematics_of_flex() -> Iterator[None]:
     """Let a CPU compute what the kernels of an accelerator do; torch has no backward there."""
     with (
+        mock.patch.object(flex_attention, "_first_shape", []),
         mock.patch.object(devices, "runs_flash", lambda _: True),
         mock.patch.object(torch_flex, "_validate_device", lambda *_: None),
     ):
@@ -100,7 +103,7 @@ def test_a_model_computes_what_transformers_class_does() -> None:
     tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
     expected = reference(input_ids=tokens, labels=tokens)
     with mathematics_of_flex():
-        model = parallel_model(reference, Topology(world=1), attention="sdpa").train()
+        model = parallel_model(reference, Topology(world=1), attention="flex_attention").train()
         with mock.patch.object(
             torch_flex, "flex_attention", wraps=torch_flex.flex_attention
         ) as kernel:
@@ -135,9 +138,20 @@ def test_which_forwards_use_it(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     devices.runs_flash.cache_clear()
     facts, spec = replace(WHOLE, **mask), replace(spec_of(), **changes)
-    assert flex_attention.can_use_flex(facts, spec, CUDA) == used
+    monkeypatch.setattr(flex_attention, "_first_shape", [])
+    assert flex_attention.can_use_flex(facts, spec, 2, CUDA) == used
+    # One shape of a process, whose kernels are compiled.
+    assert flex_attention._first_shape == [(2, 16)] * used
+    assert not flex_attention.can_use_flex(facts, spec, 3, CUDA) or not used
     devices.runs_flash.cache_clear()
-    assert not flex_attention.can_use_flex(WHOLE, spec_of(), CPU)
+    assert not flex_attention.can_use_flex(WHOLE, spec_of(), 2, CPU)
+
+
+def test_it_is_chosen_by_its_name_alone() -> None:
+    config = config_of()
+    for name, expected in (("flex_attention", "flex_attention"), ("sdpa", "soft_cap")):
+        config._attn_implementation = name
+        assert architecture_of(config).spec(config).attention == expected
 
 
 def test_the_plan_counts_what_the_devices_kernel_keeps() -> None:
@@ -154,5 +168,16 @@ def test_the_plan_counts_what_the_devices_kernel_keeps() -> None:
 
     of_two_layers = 2 * 4 * 4 * length**2
     without = kept(workload)
+    assert not workload.stores_scores(architecture_of(config).spec(config))
     for other in (replace(workload, varlen=False), replace(workload, cpu=True)):
+        assert other.stores_scores(architecture_of(config).spec(config))
         assert kept(other) - without >= 0.9 * of_two_layers
+
+
+@pytest.mark.parametrize("changes", [{"attention_dropout": 0.1}, {"head_dim": 40}])
+def test_the_plan_counts_scores_where_no_kernel_computes_them(changes: dict[str, Any]) -> None:
+    config = config_of(max_position_embeddings=256, **changes)
+    workload = Workload(256, 1)
+    samples = dry_run(config, workload, all_layers=True)
+    assert workload.stores_scores(architecture_of(config).spec(config))
+    assert max(sample.activations for sample in samples) >= 2 * 2 * 4 * 256**2

@@ -6,6 +6,7 @@ import difflib
 import errno
 import io
 import json
+import re
 import sys
 import textwrap
 import unicodedata
@@ -18,6 +19,10 @@ _LONGEST = 1_500  # most characters of an error's line
 _LONGEST_KEY = 160
 _LONGEST_LIST = 160
 _LONGEST_CAUSE = 200
+# C0 but tab, line break and a carriage return before one; C1; controls of the direction of text.
+_ACTS_ON_TERMINALS = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|\r(?!\n)"
+)
 _JSON_KINDS = {
     **{
         "NoneType": "null",
@@ -94,6 +99,18 @@ def show(*lines: str, file: TextIO | None = None) -> None:
     """
     for line in lines:
         print(visible(line), file=file, flush=True)
+
+
+def show_text(text: str) -> None:
+    """Print text of a corpus or a model: as it is, but on a terminal without what would act on it.
+
+    Those are control characters and the marks that reorder a line.
+    """
+    if sys.stdout.isatty():
+        text = _ACTS_ON_TERMINALS.sub(
+            lambda match: match.group().encode("unicode_escape").decode(), text
+        )
+    print(text, flush=True)
 
 
 def escape_unencodable_output() -> None:

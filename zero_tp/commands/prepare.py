@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from zero_tp.base.errors import UserError, show
+from zero_tp.base.errors import UserError, show, show_text
 from zero_tp.base.options import add_options, from_options, options_of
 from zero_tp.tools.corpus.settings import Prepared, PrepareSettings
 
@@ -75,7 +75,7 @@ def main(options: argparse.Namespace) -> None:
         from zero_tp.tools.corpus.show import show_corpus
 
         for text in show_corpus(options.show, options.sample, options.sequence_length):
-            show(text)
+            show_text(text)
         return
     # By hand, because `--show` and `--merge` need other arguments than a preparation.
     required = ("input", "tokenizer", "output") if options.merge is None else ("output",)

@@ -7,7 +7,7 @@ import math
 import sys
 from pathlib import Path
 
-from zero_tp.base.errors import UserError, first_line, show
+from zero_tp.base.errors import UserError, first_line, show, show_text
 
 TOKENS = 80
 
@@ -116,4 +116,4 @@ def continue_prompt(options: argparse.Namespace) -> str:
 
 def main(options: argparse.Namespace) -> None:
     check(options)
-    show(continue_prompt(options))
+    show_text(continue_prompt(options))

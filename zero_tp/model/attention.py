@@ -240,7 +240,7 @@ class FlexCore(SoftCapCore):
 
     @classmethod
     def build_mask(cls, mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Mask:
-        if flex_attention.can_use_flex(mask, spec, like.device):
+        if flex_attention.can_use_flex(mask, spec, like.shape[1], like.device):
             return flex_attention.build_block_mask(mask, like.device)
         return super().build_mask(mask, spec, like)
 

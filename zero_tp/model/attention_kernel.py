@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from zero_tp.model import flex_attention
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.attention import can_use_varlen
 from zero_tp.model.context import AttentionMask
@@ -43,12 +42,15 @@ def describe_attention(
         documents: attention stays inside a document.
     """
     if spec.attention == "flex_attention":
-        if devices.runs_flash(device) and spec.head_size in flex_attention.HEAD_SIZES:
-            yield "attention: flex_attention, which has not been tested on a GPU yet"
-        else:
+        if devices.runs_flash(device) and spec.fits_flex:
             yield (
-                "attention: soft_cap (eager), because flex_attention does not train on this device"
+                "attention: flex_attention, which has not been tested on a GPU yet; batches of "
+                "another shape than the first are computed eagerly"
             )
+            return
+        reason = "dropout" if spec.dropouts.attention else f"heads of {spec.head_size} features"
+        reason = reason if devices.runs_flash(device) else "training on this device"
+        yield f"attention: soft_cap (eager), because flex_attention has no {reason}"
         return
     if spec.attention != "sdpa" or device.type != "cuda":
         yield f"attention: {spec.attention}"

@@ -20,24 +20,31 @@ from zero_tp.parallel import devices
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-HEAD_SIZES = range(16, 257, 16)
-"""Of the kernels; with others the scores are computed eagerly."""
+_first_shape: list[tuple[int, int]] = []
+"""(batch, length) of the first forward that could use a kernel; of at most one."""
 
 
-def can_use_flex(mask: AttentionMask, spec: TransformerSpec, device: torch.device) -> bool:
-    """Return whether `flex_attention` can compute this forward.
+def can_use_flex(
+    mask: AttentionMask, spec: TransformerSpec, batch: int, device: torch.device
+) -> bool:
+    """Return whether `flex_attention` computes this forward: of the first shape of the process,
+    which is training's.
 
-    It has no dropout. A token of padding that sees no key outputs 0 there, and the mean of all
+    Another shape would compile another kernel, and after eight torch would compute all scores
+    without a word (2.13). A token of padding that sees no key outputs 0 there, and the mean of all
     values in transformers' classes with caps.
     """
-    return (
+    if not (
         devices.runs_flash(device)
+        and spec.fits_flex
         and mask.padding_mask is None
         # Blocks are numbered from the first token; a cache has other keys than queries.
         and (mask.first_key, mask.keys) == (mask.first_query, mask.queries)
-        and spec.dropouts.attention == 0
-        and spec.head_size in HEAD_SIZES
-    )
+    ):
+        return False
+    if not _first_shape:
+        _first_shape.append((batch, mask.queries))
+    return _first_shape[0] == (batch, mask.queries)
 
 
 def build_block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
@@ -54,7 +61,7 @@ def _cached_block_mask(length: int, window: int | None, device: torch.device) ->
 
 
 def _block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
-    from torch.nn.attention.flex_attention import create_block_mask  # importing it takes seconds
+    from torch.nn.attention import flex_attention  # importing it takes seconds
 
     ids = None if mask.packed is None else mask.packed.sequence_ids
     window = mask.keys if mask.window is None else mask.window
@@ -64,10 +71,12 @@ def _block_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
         return visible if ids is None else visible & (ids[row, query] == ids[row, key])
 
     batch = None if mask.packed is None else mask.packed.batch
-    # Without a compiler it makes the mask of all tokens, s² of each row, on the way.
-    return create_block_mask(
-        is_visible, batch, None, mask.queries, mask.keys, device, _compile=device.type == "cuda"
-    )
+    make: Any = flex_attention.create_block_mask
+    if device.type == "cuda":
+        # Otherwise it makes the mask of all tokens, s² of each row, on the way.
+        make = torch.compile(make)
+    block_mask: BlockMask = make(is_visible, batch, None, mask.queries, mask.keys, device)
+    return block_mask
 
 
 def capped_attention(

@@ -100,7 +100,8 @@ def start_training(
                 check_owner()  # reading a checkpoint may have taken minutes
                 write_config(inputs.directory, config.resolved())
                 # Before logs are cut at that step.
-                show(*set_aside_newer(inputs.directory, start.step))
+                for line in set_aside_newer(inputs.directory, start.step):
+                    show(line)
         # Inside the directory's block: the lock and `rank0.pid` last as long as training.
         yield TrainState(inputs, engine, start.step, start.parent, check_owner)
         watch.leave()

@@ -18,6 +18,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.model.architectures import ARCHITECTURES
 from zero_tp.model.architectures.common import FULL
 from zero_tp.model.architectures.configs import config_from_block, config_from_directory
+from zero_tp.model.architectures.granite import MULTIPLIERS
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 
 
@@ -119,6 +120,11 @@ FULL_ONLY = {"num_hidden_layers": 2, "layer_types": [FULL] * 2}
             "SmolLM3Config refuses it",
         ),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
+        *(
+            ({"model_type": kind, "output_router_logits": True, name: None}, f"{name}: null")
+            for kind in ("granitemoe", "granitemoeshared")
+            for name in (*MULTIPLIERS, "num_local_experts", "router_aux_loss_coef")
+        ),
     ],
     ids=str,
 )

@@ -294,11 +294,12 @@ class ZeroTP(ConfigModel):
         description='The Hugging Face config\'s fields with `model_type`, or `{"from_pretrained": '
         "DIR}`."
     )
-    attention: Literal["sdpa", "eager"] = Field(
+    attention: Literal["sdpa", "eager", "flex_attention"] = Field(
         "sdpa",
         description="The attention implementation: [training.md](training.md#activation-memory). "
-        'Scores with a soft cap (Gemma 2) run as `flex_attention` on CUDA under "sdpa", and '
-        "eagerly elsewhere; no GPU has tested it yet.",
+        'Of scores with a soft cap (Gemma 2), which SDPA lacks, "sdpa" and "eager" compute all; '
+        '"flex_attention" stores none on a CUDA device of capability 8.0, and no GPU has tested it '
+        "yet.",
     )
     parallel: Parallel = Parallel()
     recompute: RecomputeMode | RecomputePolicy = Field(

@@ -154,8 +154,7 @@ def partition_of(parameter: Tensor, data_rank: int) -> Tensor:
     """Return this rank's part of a parameter's TP shard: its DP partition under ZeRO-3, else the
     whole shard.
 
-    The padding of the last partitions, whose values DeepSpeed does not set, is left out; so is a
-    partition on NVMe.
+    The padding of the last partitions, whose values DeepSpeed does not set, is left out.
     """
     partition: Tensor | None = getattr(parameter, "ds_tensor", None)
     if partition is None:

@@ -118,7 +118,8 @@ def spec(
     attention = "eager" if config._attn_implementation == "eager" else "sdpa"
     if overrides.get("score_cap") is not None:
         # No kernel of SDPA caps scores; transformers' SDPA leaves the cap out.
-        attention = "soft_cap" if attention == "eager" else "flex_attention"
+        is_flex = config._attn_implementation == "flex_attention"
+        attention = "flex_attention" if is_flex else "soft_cap"
     if attention_bias is None:
         attention_bias = getattr(config, "attention_bias", False)
     # Made only where it is used: a config with learned positions has no rotary fields.

@@ -15,6 +15,8 @@ MLP_MATRICES = {"mlp": 2, "xielu": 2, "gated": 3, "experts": 3}
 """Name of an MLP → the number of its matrices, or of one expert's: up, down, and a gate's."""
 
 
+FLEX_HEAD_SIZES = range(16, 257, 16)
+"""Of the kernels of `flex_attention`; with others the scores are computed eagerly."""
 CORRECTED_ROUTERS = ("sigmoid", "biased_softmax")
 """Names of the routers that choose by scores and a bias."""
 
@@ -182,9 +184,17 @@ class TransformerSpec:
             flash: the device has the kernels of `flex_attention`, else its scores are computed
                 eagerly.
         """
-        return self.attention in ("eager", "soft_cap") or (
-            self.attention == "flex_attention" and not flash
-        )
+        if self.attention == "flex_attention":
+            return not (flash and self.fits_flex)
+        return self.attention != "sdpa"
+
+    @property
+    def fits_flex(self) -> bool:
+        """Return whether the kernels of `flex_attention` compute this model's training forwards.
+
+        They have no dropout.
+        """
+        return self.dropouts.attention == 0 and self.head_size in FLEX_HEAD_SIZES
 
     @property
     def mlp_matrices(self) -> int:

@@ -16,7 +16,7 @@ from zero_tp.base.errors import UserError, shown
 from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.base.validation import validate
-from zero_tp.model.architectures import native_class_of
+from zero_tp.model.architectures import architecture_of, native_class_of
 from zero_tp.model.huggingface.pretrained import PretrainedWeights
 from zero_tp.model.huggingface.vocabulary import resize_vocabulary
 from zero_tp.model.recompute.activation_memory import ActivationMemory
@@ -46,6 +46,8 @@ class HuggingFaceModel(PretrainedWeights):
     _checkpointing: tuple[RecomputePolicy, ActivationCheckpointing] | None = None
 
     def __init__(self, config: PretrainedConfig, topology: Topology | None = None, **options: Any):
+        # transformers refuses it by name where it is not computed.
+        self._supports_flex_attn = architecture_of(config).spec(config).score_cap is not None
         # Past ParallelModel's, whose `super().__init__()` would call this one without a config.
         PreTrainedModel.__init__(self, config)
         self._build(topology, **options)

@@ -46,6 +46,9 @@ def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrai
     _check_objective(zero_tp, spec, config)
     spec.check(zero_tp.parallel.tensor)
     _check_length(zero_tp, spec.positions, config)
+    if zero_tp.attention == "flex_attention" and spec.score_cap is None:
+        problem = f'"flex_attention" is for a soft cap of scores; a {config.model_type} has none'
+        raise ConfigError("zero_tp.attention", problem, 'take "sdpa"')
     if zero_tp.training.qk_clip_threshold is not None:
         spec.check_qk_clip()
     if zero_tp.logging.experts and spec.experts is None:
@@ -64,7 +67,8 @@ def model_config(model: dict[str, Any], saved: dict[str, Any] | None = None) -> 
     from zero_tp.model.architectures.configs import config_from_block
 
     if not {"model_type", FROM_PRETRAINED} & model.keys():
-        remedy = f'supported: {", ".join(ARCHITECTURES)}; or give {{"{FROM_PRETRAINED}": DIR}}'
+        names = f'one of {len(ARCHITECTURES)}, which docs/config.md lists, such as "gpt2"'
+        remedy = f'give {names}; or {{"{FROM_PRETRAINED}": DIR}}'
         raise ConfigError(f"{MODEL_KEY}.model_type", "required, but not given", remedy)
     for name in model.keys() & SET_BY_OTHER_KEYS.keys():
         raise ConfigError(
