@@ -24,7 +24,15 @@ from torch import Tensor
 from zero_tp.engine.zero.adamw import adamw
 from zero_tp.model.mlp import _gated
 from zero_tp.model.position import _rotate_back_and_join, _rotate_pairs_
-from zero_tp.model.rms_norm import Scaling, _gradients, _rms_norm, _rows_gradient, _weight_gradient
+from zero_tp.model.rms_norm import (
+    Scaling,
+    _gradients,
+    _gradients_of_both,
+    _rms_norm,
+    _rows_gradient,
+    _sum_and_norm,
+    _weight_gradient,
+)
 
 TOKENS = 16_384
 HIDDEN = 2048
@@ -202,15 +210,8 @@ def scaled(function: Callable[..., Any]) -> Callable[..., Any]:
     return partial(function, scaling=Scaling)
 
 
-def rms_backward_of_residual(
-    gradient: Tensor, residual: Tensor, rows: Tensor, scale: Tensor, weight: Tensor
-) -> Any:
-    rows_gradient, weight_gradient = _gradients(gradient, rows, scale, weight, Scaling)
-    return residual + rows_gradient, weight_gradient
-
-
-def sum_and_rms_forward(rows: Tensor, other: Tensor, weight: Tensor) -> Any:
-    return (rows + other, *_rms_norm(rows + other, weight, EPSILON, Scaling))
+def sum_and_rms_forward(rows: Tensor, branch: Tensor, weight: Tensor) -> Any:
+    return _sum_and_norm(rows, branch, weight, EPSILON, Scaling)
 
 
 def swiglu_forward(intermediate: Tensor) -> Tensor:
@@ -236,7 +237,8 @@ def main() -> None:
     lower("rms weight gradient", scaled(_weight_gradient), [rows, rows, scale], unit)
     lower("rms rows gradient", scaled(_rows_gradient), backward, unit)
     lower("rms backward as one function", scaled(_gradients), backward, unit)
-    lower("the same + residual's gradient", rms_backward_of_residual, (rows, *backward), unit)
+    both = (rows, rows, scale, rows, weight)
+    lower("the same + residual's gradient", scaled(_gradients_of_both), both, unit)
     lower("sum + rms forward", sum_and_rms_forward, [rows, rows, weight], unit)
     lower("swiglu forward", swiglu_forward, [intermediate], TOKENS * WIDTH * 2)
     heads = HIDDEN // HEAD_SIZE

@@ -26,6 +26,8 @@ from zero_tp.model.rms_norm import (
     WideScaling,
     _rms_norm,
     _rows_gradient,
+    _rows_gradient_of_both,
+    _sum_and_norm,
     _weight_gradient,
 )
 from zero_tp.parallel import elementwise
@@ -168,6 +170,8 @@ def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor],
                 ("norm", _rms_norm, [rows], [weight, 1e-5]),
                 ("norm's weight", _weight_gradient, [gradient, rows, scale], []),
                 ("norm's rows", _rows_gradient, [gradient, rows, scale], [weight]),
+                ("sum and norm", _sum_and_norm, [rows, gradient], [weight, 1e-5]),
+                ("both rows", _rows_gradient_of_both, [gradient, rows, scale, rows], [weight]),
             )
         },
         "norm without a weight": (_rms_norm, [rows], [None, 1e-5, Scaling]),

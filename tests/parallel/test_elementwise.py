@@ -57,22 +57,33 @@ def test_a_gated_activation_equals_autograd(
     assert torch.equal(torch.autograd.grad(found, wide, gradient)[0], of_wide)
 
 
+@pytest.mark.parametrize("kind", ["norm", "residual", "branch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_rms_norm_equals_torch(elements: int, dtype: torch.dtype) -> None:
+def test_an_rms_norm_equals_torch(elements: int, dtype: torch.dtype, kind: str) -> None:
+    """Alone, with its input as a residual, and of the sum with a branch."""
     tensor, weight = drawn(5, 3, 24, dtype=dtype), drawn(24, dtype=dtype)
-    gradient = torch.randn(5, 3, 24).to(dtype)
+    branch = drawn(5, 3, 24, dtype=dtype) if kind == "branch" else None
+    gradient, of_residual = torch.randn(2, 5, 3, 24).to(dtype)
     exact = [each.detach().double().requires_grad_() for each in (tensor, weight)]
+    exact_branch = None if branch is None else branch.detach().double().requires_grad_()
     limit = 1e-6 if dtype == torch.float32 else 8e-3
     for scaling in (Scaling, WideScaling, OffsetScaling, None):
         # Without a scaling there is no weight.
         factor = exact[1] + 1 if scaling is OffsetScaling else exact[1] if scaling else None
         leaves = slice(2 if scaling else 1)
-        expected = F.rms_norm(exact[0], (24,), factor, 1e-5)
-        own = weight if scaling else None
-        found = _RMSNorm.apply(tensor, own, 1e-5, scaling or Scaling, None, CHUNKED)
-        assert (found - expected).abs().max() <= limit * expected.abs().max()
-        ours = torch.autograd.grad(found, (tensor, weight)[leaves], gradient)
-        theirs = torch.autograd.grad(expected, exact[leaves], gradient.double())
+        total = exact[0] if exact_branch is None else exact[0] + exact_branch
+        expected = [total, F.rms_norm(total, (24,), factor, 1e-5)]
+        settings = (1e-5, scaling or Scaling, None, CHUNKED, kind != "norm")
+        found = _RMSNorm.apply(tensor, weight if scaling else None, branch, *settings)
+        upstream = [of_residual, gradient]
+        if kind == "norm":
+            found, expected, upstream = [found], expected[1:], upstream[1:]
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).abs().max() <= limit * other.abs().max()
+        own = [*(tensor, weight)[leaves], *([] if branch is None else [branch])]
+        right = [*exact[leaves], *([] if exact_branch is None else [exact_branch])]
+        ours = torch.autograd.grad(found, own, upstream)
+        theirs = torch.autograd.grad(expected, right, [each.double() for each in upstream])
         for mine, yours in zip(ours, theirs, strict=True):
             assert (mine - yours).abs().max() <= 2 * limit * yours.abs().max()
 

@@ -28,10 +28,12 @@ class Norm(ElementwiseModule):
     Attributes:
         initial_weight: of every feature.
         parameter_names: in files, too.
+        passes_residual: its forward takes `residual` and `branch`.
     """
 
     initial_weight: ClassVar[float] = 1.0
     parameter_names: ClassVar[tuple[str, ...]] = ("weight",)
+    passes_residual: ClassVar[bool] = False
 
     def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, sharded_input: bool):
         super().__init__()

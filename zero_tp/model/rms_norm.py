@@ -79,6 +79,14 @@ def _rms_norm(
     )
 
 
+def _sum_and_norm(
+    rows: Tensor, branch: Tensor, weight: Tensor | None, epsilon: float, scaling: type[Scaling]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows + branch, and what `_rms_norm` returns of that."""
+    total = rows + branch
+    return total, *_rms_norm(total, weight, epsilon, scaling)
+
+
 def _weight_gradient(
     gradient: Tensor, rows: Tensor, scale: Tensor, scaling: type[Scaling]
 ) -> Tensor:
@@ -92,13 +100,20 @@ def _rows_gradient(
     gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor | None, scaling: type[Scaling]
 ) -> Tensor:
     """Return the gradient of the rows [n, h]."""
+    return _exact_rows_gradient(gradient, rows, scale, weight, scaling).to(rows.dtype)
+
+
+def _exact_rows_gradient(
+    gradient: Tensor, rows: Tensor, scale: Tensor, weight: Tensor | None, scaling: type[Scaling]
+) -> Tensor:
+    """Return the gradient of the rows, fp32 [n, h]."""
     # With n = x·scale and g = dY·w: dx = (g - n · mean(g · n)) · scale.
     normed = rows.float() * scale
     normed_gradient = (
         gradient.float() if weight is None else scaling.normed_gradient(gradient, weight)
     )
     projection = (normed_gradient * normed).mean(-1, keepdim=True)
-    return ((normed_gradient - normed * projection) * scale).to(rows.dtype)
+    return (normed_gradient - normed * projection) * scale
 
 
 def _gradients(
@@ -111,9 +126,43 @@ def _gradients(
     )
 
 
+def _rows_gradient_of_both(
+    gradient: Tensor,
+    rows: Tensor,
+    scale: Tensor,
+    residual_gradient: Tensor,
+    weight: Tensor | None,
+    scaling: type[Scaling],
+) -> Tensor:
+    """Return the gradient of rows that go on as a residual, too. It is rounded once."""
+    exact = _exact_rows_gradient(gradient, rows, scale, weight, scaling)
+    return (exact + residual_gradient.float()).to(rows.dtype)
+
+
+def _gradients_of_both(
+    gradient: Tensor,
+    rows: Tensor,
+    scale: Tensor,
+    residual_gradient: Tensor,
+    weight: Tensor,
+    scaling: type[Scaling],
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of such rows and of the weight."""
+    return (
+        _rows_gradient_of_both(gradient, rows, scale, residual_gradient, weight, scaling),
+        _weight_gradient(gradient, rows, scale, scaling),
+    )
+
+
 class _RMSNorm(torch.autograd.Function):
     """Compute x / √(mean(x²) + ε) in fp32, scaled by the weight if there is one. Backward keeps x
     and one number per row.
+
+    With `residual` it returns x, too, so that one kernel adds both gradients. With a branch it is
+    first added to x, in the same kernel:
+
+        forward     x, branch → x + branch (the residual), norm(x + branch)
+        backward    the residual's gradient + that of the norm's input, in fp32 → x and branch
     """
 
     @staticmethod
@@ -121,41 +170,62 @@ class _RMSNorm(torch.autograd.Function):
         ctx: Any,
         tensor: Tensor,
         weight: Tensor | None,
+        branch: Tensor | None,
         epsilon: float,
         scaling: type[Scaling],
         gradient_sum: GradientSum | None,
         ops: ElementwiseOps,
-    ) -> Tensor:
-        normed, scale = ops.map_rows(_rms_norm, (_rows(tensor),), weight, epsilon, scaling)
+        residual: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        if branch is None:
+            normed, scale = ops.map_rows(_rms_norm, (_rows(tensor),), weight, epsilon, scaling)
+        else:
+            summands = (_rows(tensor), _rows(branch))
+            total, normed, scale = ops.map_rows(_sum_and_norm, summands, weight, epsilon, scaling)
+            tensor = total.view(tensor.shape)
+        ctx.has_branch = branch is not None
         ctx.save_for_backward(tensor, weight, scale)
         ctx.scaling = scaling
         ctx.gradient_sum = gradient_sum
         ctx.ops = ops
         output: Tensor = normed.view(tensor.shape)
-        return output
+        if not residual:
+            return output
+        # An input that is returned has to be a view; a sum is a tensor of its own.
+        return (tensor if ctx.has_branch else tensor.view_as(tensor)), output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        *residual_gradients, gradient = gradients
         tensor, weight, scale = ctx.saved_tensors
-        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        needs_input, needs_weight, needs_branch = ctx.needs_input_grad[:3]
+        needs_input = needs_input or needs_branch
         rows = (_rows(gradient), _rows(tensor), scale)
         others = (weight, ctx.scaling)
+        with_residual = (*rows, *map(_rows, residual_gradients))
         reducing = weight_gradient = input_gradient = None
         if needs_weight and needs_input and ctx.gradient_sum is None:
-            input_gradient, weight_gradient = ctx.ops.map_and_sum_rows(_gradients, rows, *others)
-            weight_gradient = weight_gradient.to(weight.dtype)
-            return input_gradient.view(tensor.shape), weight_gradient, *(None,) * 4
-        if needs_weight:
-            # Its all-reduce runs while the input's gradient is computed.
-            weight_gradient = ctx.ops.sum_rows(_weight_gradient, rows, ctx.scaling).to(weight.dtype)
-            reducing = (
-                ctx.gradient_sum.start(weight_gradient) if ctx.gradient_sum is not None else None
+            together = _gradients_of_both if residual_gradients else _gradients
+            input_gradient, weight_gradient = ctx.ops.map_and_sum_rows(
+                together, with_residual, *others
             )
-        if needs_input:
-            input_gradient = ctx.ops.map_rows(_rows_gradient, rows, *others).view(tensor.shape)
-        if reducing is not None:
-            (weight_gradient,) = reducing.wait()
-        return input_gradient, weight_gradient, *(None,) * 4
+            weight_gradient = weight_gradient.to(weight.dtype)
+        else:
+            if needs_weight:
+                # Its all-reduce runs while the input's gradient is computed.
+                weight_gradient = ctx.ops.sum_rows(_weight_gradient, rows, ctx.scaling)
+                weight_gradient = weight_gradient.to(weight.dtype)
+                if ctx.gradient_sum is not None:
+                    reducing = ctx.gradient_sum.start(weight_gradient)
+            if needs_input:
+                function = _rows_gradient_of_both if residual_gradients else _rows_gradient
+                input_gradient = ctx.ops.map_rows(function, with_residual, *others)
+            if reducing is not None:
+                (weight_gradient,) = reducing.wait()
+        if input_gradient is not None:
+            input_gradient = input_gradient.view(tensor.shape)
+        branch_gradient = input_gradient if ctx.has_branch else None
+        return input_gradient, weight_gradient, branch_gradient, *(None,) * 5
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -165,16 +235,18 @@ def _rows(tensor: Tensor) -> Tensor:
 class RMSNorm(Norm):
     """Root mean square normalisation, with a weight. [*, h] → [*, h].
 
-    Equation 4 of arXiv 1910.07467.
+    Equation 4 of arXiv 1910.07467. With `residual` it returns (input, output), and the input is
+    first the sum with a branch, if there is one.
     """
 
+    passes_residual = True
     scaling: ClassVar[type[Scaling]] = Scaling
 
-    def forward(self, tensor: Tensor) -> Tensor:
-        output: Tensor = _RMSNorm.apply(
-            tensor, self.weight, self.epsilon, self.scaling, self.gradient_sum, self.elementwise
-        )
-        return output
+    def forward(
+        self, tensor: Tensor, *, residual: bool = False, branch: Tensor | None = None
+    ) -> Any:
+        settings = (self.epsilon, self.scaling, self.gradient_sum, self.elementwise)
+        return _RMSNorm.apply(tensor, self.weight, branch, *settings, residual)
 
 
 class WideRMSNorm(RMSNorm):
@@ -193,15 +265,18 @@ class OffsetRMSNorm(RMSNorm):
 class WeightlessRMSNorm(ElementwiseModule):
     """RMSNorm without a weight. [*, h] → [*, h]."""
 
+    passes_residual: ClassVar[bool] = True
     parameter_names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, sharded_input: bool):
         super().__init__()
         self.epsilon = epsilon
 
-    def forward(self, tensor: Tensor) -> Tensor:
-        output: Tensor = _RMSNorm.apply(tensor, None, self.epsilon, Scaling, None, self.elementwise)
-        return output
+    def forward(
+        self, tensor: Tensor, *, residual: bool = False, branch: Tensor | None = None
+    ) -> Any:
+        settings = (self.epsilon, Scaling, None, self.elementwise)
+        return _RMSNorm.apply(tensor, None, branch, *settings, residual)
 
 
 class _SplitRMSNorm(torch.autograd.Function):

@@ -102,6 +102,8 @@ class TransformerLayer(nn.Module):
         recomputed_norms: norms whose outputs backward can recompute, each with the module that
             reads its output.
         ends_with_norm: the layer's output is normed, so that the model needs no final norm.
+        splits_residual: norms of the residual stream return it, too (`residual_and_norm`).
+        adds_in_norm: the attention's branch is added by the MLP's norm.
     """
 
     attention_norm: nn.Module
@@ -109,6 +111,8 @@ class TransformerLayer(nn.Module):
     mlp_norm: nn.Module
     mlp_output_norm: nn.Module
     ends_with_norm: ClassVar[bool] = False
+    splits_residual: ClassVar[bool] = False
+    adds_in_norm: ClassVar[bool] = False
     attention_norms: ClassVar[tuple[str, ...]] = ("attention_norm",)
     mlp_norms: ClassVar[tuple[str, ...]] = ("mlp_norm",)
     recomputed_norms: ClassVar[tuple[tuple[str, str], ...]] = (
@@ -143,12 +147,31 @@ class TransformerLayer(nn.Module):
             self.add_module(name, norm)
 
 
+def residual_and_norm(
+    norm: nn.Module, x: Tensor, branch: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the residual, x plus the branch if there is one, and its norm.
+
+    Where the norm can, it adds them by itself, and its backward both gradients of the residual.
+    """
+    if getattr(norm, "passes_residual", False):
+        residual, normed = norm(x, residual=True, branch=branch)
+        return residual, normed
+    x = x if branch is None else x + branch
+    return x, norm(x)
+
+
 class SequentialLayer(TransformerLayer):
     """Pre-norm: attention, then the MLP on its sum."""
 
+    splits_residual = True
+    adds_in_norm = True
+
     def forward(self, x: Tensor, *, context: ForwardContext) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), context=context))
-        return x + self.dropout(self.mlp(self.mlp_norm(x), context=context))
+        x, normed = residual_and_norm(self.attention_norm, x)
+        branch = self.dropout(self.attention(normed, context=context))
+        x, normed = residual_and_norm(self.mlp_norm, x, branch)
+        return x + self.dropout(self.mlp(normed, context=context))
 
 
 class PostNormLayer(TransformerLayer):
@@ -191,9 +214,13 @@ class SharedNormLayer(TransformerLayer):
 class ScaledLayer(TransformerLayer):
     """Pre-norm, each branch's output times the spec's `residual_scale`."""
 
+    splits_residual = True
+
     def forward(self, x: Tensor, *, context: ForwardContext) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), context=context)) * self.scale
-        return x + self.dropout(self.mlp(self.mlp_norm(x), context=context)) * self.scale
+        x, normed = residual_and_norm(self.attention_norm, x)
+        x = x + self.dropout(self.attention(normed, context=context)) * self.scale
+        x, normed = residual_and_norm(self.mlp_norm, x)
+        return x + self.dropout(self.mlp(normed, context=context)) * self.scale
 
 
 class OutputNormLayer(TransformerLayer):
@@ -215,11 +242,15 @@ class SandwichLayer(TransformerLayer):
 
     attention_norms = ("attention_norm", "attention_output_norm")
     mlp_norms = ("mlp_norm", "mlp_output_norm")
+    splits_residual = True
+    adds_in_norm = True
 
     def forward(self, x: Tensor, *, context: ForwardContext) -> Tensor:
-        attended = self.attention(self.attention_norm(x), context=context)
-        x = x + self.dropout(self.attention_output_norm(attended))
-        return x + self.dropout(self.mlp_output_norm(self.mlp(self.mlp_norm(x), context=context)))
+        x, normed = residual_and_norm(self.attention_norm, x)
+        attended = self.attention(normed, context=context)
+        branch = self.dropout(self.attention_output_norm(attended))
+        x, normed = residual_and_norm(self.mlp_norm, x, branch)
+        return x + self.dropout(self.mlp_output_norm(self.mlp(normed, context=context)))
 
 
 LAYERS: dict[str, type[TransformerLayer]] = {

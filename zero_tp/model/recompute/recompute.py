@@ -137,11 +137,14 @@ class RecomputedOutput:
             None  # the producer's input and output, until the consumer runs
         )
 
-    def produce(self, source: Tensor) -> Tensor:
-        """Run the producer's forward, and remember its input."""
-        output: Tensor = self._produce(source)
+    def produce(self, source: Tensor, **options: Any) -> Any:
+        """Run the producer's forward, and remember its input and its output.
+
+        A norm may return both: the sum that it has normed, and the norm.
+        """
+        output = self._produce(source, **options)
         if torch.is_grad_enabled():
-            self._last = source, output
+            self._last = (source, output) if isinstance(output, Tensor) else output
         return output
 
     def consume(self, *inputs: Any, **options: Any) -> Tensor:

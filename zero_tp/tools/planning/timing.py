@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.flops import forward_flops, head_products
+from zero_tp.model.norm import NORMS
 from zero_tp.model.transformer import LAYERS
 from zero_tp.parallel.devices import Device
 from zero_tp.tools.planning.formulas import Layer
@@ -275,6 +276,17 @@ class StepTimeEstimator:
             self._tokens * self.spec.head_size * max(1.0, self.spec.kv_heads / self.workload.tensor)
         )
 
+    def _sums(self) -> tuple[float, float]:
+        """Return the bytes that the two residual sums of a layer move, forward and backward."""
+        kind = LAYERS[self.spec.layer]
+        tensor = self.workload.itemsize * self.layer.residual
+        # Each reads two tensors and writes one.
+        if not (kind.splits_residual and NORMS[self.spec.norm].passes_residual):
+            return 6 * tensor, 6 * tensor
+        # The MLP's norm makes the attention's sum, which it need not read again. In backward each
+        # norm reads the residual's gradient.
+        return (5 if kind.adds_in_norm else 6) * tensor, 2 * tensor
+
     def memory_traffic(self) -> dict[str, Traffic]:
         """Return the bytes by operation, without products. `recompute.modules` has the same names.
 
@@ -319,8 +331,7 @@ class StepTimeEstimator:
             # writes one gradient.
             "norm": (norms * 2 * e * stream, norms * 5 * e * stream),
             "dropout": (dropped, dropped),
-            # Two residual sums: each reads two tensors and writes one.
-            "sums": (6 * e * stream, 6 * e * stream),
+            "sums": self._sums(),
             # Backward reads the gradient once more for the bias's sum, also where the product added
             # the bias.
             "row biases": (
