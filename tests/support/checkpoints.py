@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.model.huggingface import ZeroTPForCausalLM
-from zero_tp.parallel.layout import whole_shape
+from zero_tp.parallel.layout import stored_tensors, whole_shape
 from zero_tp.parallel.safetensors_files import Entry, write_tensors
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint import directory
@@ -55,10 +55,8 @@ def write_checkpoint(
         old: record the tokenizer's path as it is, as older versions did.
     """
     model = ZeroTPForCausalLM(config, Topology(tensor, tensor > 1, world=tensor), device="meta")
-    described = {
-        name: ParameterLayout.of(parameter) for name, parameter in model.named_parameters()
-    }
-    shapes = {name: whole_shape(parameter) for name, parameter in model.named_parameters()}
+    described = {name: ParameterLayout.of(stored) for name, stored in stored_tensors(model)}
+    shapes = {name: whole_shape(stored) for name, stored in stored_tensors(model)}
     temporary, files = directory.begin(run), {}
 
     def read(name: str, kind: str, start: int, stop: int, tensor_rank: int) -> Tensor:
@@ -68,15 +66,16 @@ def write_checkpoint(
     for tensor_rank in range(tensor):
         for data_rank in range(data):
             starts, entries = {}, []
-            for name, parameter in model.named_parameters():
-                share = -(-parameter.numel() // data)
+            for name, stored in stored_tensors(model):
+                share = -(-stored.numel() // data)
                 start, stop = (
-                    min(parameter.numel(), share * rank) for rank in (data_rank, data_rank + 1)
+                    min(stored.numel(), share * rank) for rank in (data_rank, data_rank + 1)
                 )
                 if start == stop:
                     continue
                 starts[name] = start
-                for kind in kinds:
+                # A buffer of the weights has no moments.
+                for kind in kinds if isinstance(stored, nn.Parameter) else kinds[:1]:
                     lazily = partial(read, name, kind, start, stop, tensor_rank)
                     entries.append(
                         Entry(tensor_name(name, kind), (stop - start,), torch.float32, lazily)
