@@ -156,7 +156,8 @@ def residual_and_norm(
     """
     if getattr(norm, "passes_residual", False):
         residual, normed = norm(x, residual=True, branch=branch)
-        return residual, normed
+        # A view of an input that needs gradients claims to need them, too, where none is taken.
+        return residual if torch.is_grad_enabled() else residual.detach(), normed
     x = x if branch is None else x + branch
     return x, norm(x)
 
