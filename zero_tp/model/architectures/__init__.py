@@ -33,9 +33,15 @@ __all__ = [
     "architecture_of",
     "file_tensors",
     "native_class_of",
+    "supported_types",
     "to_hf",
     "weights_of",
 ]
+
+
+def supported_types() -> str:
+    """Return what a refusal says instead of a long list."""
+    return f'one of {len(ARCHITECTURES)}, which docs/config.md lists, such as "gpt2"'
 
 
 def architecture_of(config: PretrainedConfig) -> Architecture:
@@ -43,8 +49,7 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         raise UserError(
-            f"model_type: {config.model_type!r} is not supported; supported: "
-            f"{', '.join(sorted(ARCHITECTURES))}"
+            f"model_type: {config.model_type!r} is not supported; give {supported_types()}"
         )
     return architecture
 

@@ -282,7 +282,7 @@ def check_unchanged(directory: Path, config: PretrainedConfig, saved: dict[str, 
 def _model_type(model: dict[str, Any]) -> str:
     supported = list(architectures.ARCHITECTURES)
     key = f"{MODEL_KEY}.model_type"
-    listed = f"supported: {', '.join(supported)}"
+    listed = f"give {architectures.supported_types()}"
     if "model_type" not in model:
         raise ConfigError(key, "required, but not given", listed)
     model_type = model["model_type"]

@@ -63,12 +63,11 @@ def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrai
 
 def model_config(model: dict[str, Any], saved: dict[str, Any] | None = None) -> PreTrainedConfig:
     """Return the Hugging Face config of `zero_tp.model`, without checks against other keys."""
-    from zero_tp.model.architectures import ARCHITECTURES
+    from zero_tp.model.architectures import supported_types
     from zero_tp.model.architectures.configs import config_from_block
 
     if not {"model_type", FROM_PRETRAINED} & model.keys():
-        names = f'one of {len(ARCHITECTURES)}, which docs/config.md lists, such as "gpt2"'
-        remedy = f'give {names}; or {{"{FROM_PRETRAINED}": DIR}}'
+        remedy = f'give {supported_types()}; or {{"{FROM_PRETRAINED}": DIR}}'
         raise ConfigError(f"{MODEL_KEY}.model_type", "required, but not given", remedy)
     for name in model.keys() & SET_BY_OTHER_KEYS.keys():
         raise ConfigError(
