@@ -186,11 +186,11 @@ def attempt(
 
 def broken_promise(ended: Ended, *, check: bool = False) -> str | None:
     """Return what the command has done that none may, or None: it ended by itself, in time, with
-    status 0 or with status 2 and one line `error: …` that a terminal can show, and no traceback.
+    status 0 or with status 2 and a line `error: …` for each mistake, which a terminal can show, and
+    no traceback.
 
     Args:
-        check: it is a check, which has a line for each mistake, and status 1 if something is
-            missing.
+        check: it is a check, which has status 1 if something is missing.
     """
     if ended.status is None:
         return f"was still running after {ended.seconds:.0f} s"
@@ -202,11 +202,12 @@ def broken_promise(ended: Ended, *, check: bool = False) -> str | None:
     if visible(printed) != printed:
         return f"printed control characters: {ended.err[-500:]!r}"
     errors = [line for line in ended.err.splitlines() if line.startswith("error: ")]
-    counted = len(errors) == 1 or (check and errors)
+    # A file's mistakes are named at once, each in a line of its own.
+    distinct = bool(errors) and len(set(errors)) == len(errors)
     if ended.status == BAD_INPUT and not (
-        counted and ended.err.rstrip().endswith("\n".join(errors))
+        distinct and ended.err.rstrip().endswith("\n".join(errors))
     ):
-        return f"ended with status {BAD_INPUT} without one line `error: …`: {ended.err[-500:]}"
+        return f"ended with status {BAD_INPUT} without lines `error: …`: {ended.err[-500:]}"
     return next(filter(None, (broken_style(line.removeprefix("error: ")) for line in errors)), None)
 
 
