@@ -31,9 +31,11 @@ from tests.support.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.errors import ConfigError
 from zero_tp.model.architectures import ARCHITECTURES
+from zero_tp.model.architectures.spec import CORRECTED_ROUTERS
 from zero_tp.model.flops import model_flops
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.huggingface import parallel_model as adopt
+from zero_tp.model.moe import ROUTERS, CorrectedRouter
 from zero_tp.parallel.layout import audit, stored_buffers
 from zero_tp.parallel.topology import Topology
 from zero_tp.tools.planning.memory import model_size
@@ -201,3 +203,8 @@ def test_refusals(model_type: str, changes: dict[str, Any], message: str) -> Non
         ARCHITECTURES[model_type].spec(
             AutoConfig.for_model(**corrected_fields(model_type, **changes))
         )
+
+
+def test_a_spec_knows_which_routers_have_a_bias() -> None:
+    corrected = {name for name, router in ROUTERS.items() if issubclass(router, CorrectedRouter)}
+    assert corrected == set(CORRECTED_ROUTERS)

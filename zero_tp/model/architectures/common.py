@@ -166,10 +166,7 @@ def experts(config: PretrainedConfig) -> ExpertsSpec:
     """
     count = config.num_experts
     per_token = config.num_experts_per_tok
-    if per_token > count:
-        key = f"{MODEL_KEY}.num_experts_per_tok"
-        remedy = f"give at most {count}"
-        raise ConfigError(key, f"{per_token} experts a token, of {count} in a layer", remedy)
+    check_experts_per_token("num_experts_per_tok", per_token, count)
     return ExpertsSpec(
         count,
         per_token,
@@ -179,6 +176,13 @@ def experts(config: PretrainedConfig) -> ExpertsSpec:
         loss_weight=config.router_aux_loss_coef if config.output_router_logits else None,
         shared=getattr(config, "shared_expert_intermediate_size", 0),
     )
+
+
+def check_experts_per_token(field: str, per_token: int, count: int) -> None:
+    """Check that a layer has as many experts as the config's field chooses for a token."""
+    if per_token > count:
+        problem = f"{per_token} experts a token, of {count} in a layer"
+        raise ConfigError(f"{MODEL_KEY}.{field}", problem, f"give at most {count}")
 
 
 def sparse_mlps(config: PretrainedConfig) -> tuple[str, ...]:

@@ -72,9 +72,7 @@ def _experts(config: PretrainedConfig) -> ExpertsSpec:
     count = _number(config, "moe_num_experts")
     per_token = _number(config, "moe_k")
     shared = _number(config, "moe_num_shared_experts")
-    if per_token > count:
-        problem = f"{per_token} experts a token, of {count} in a layer"
-        raise ConfigError(f"{MODEL_KEY}.moe_k", problem, f"give at most {count}")
+    common.check_experts_per_token("moe_k", per_token, count)
     if shared < 0:
         key = f"{MODEL_KEY}.moe_num_shared_experts"
         raise ConfigError(key, f"{shared} is not a number of experts", "give 0 or more")

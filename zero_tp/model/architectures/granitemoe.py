@@ -40,9 +40,7 @@ def _experts(config: PretrainedConfig) -> ExpertsSpec:
     count = config.num_local_experts
     per_token = config.num_experts_per_tok
     shared = getattr(config, "shared_intermediate_size", 0)
-    if per_token > count:
-        problem = f"{per_token} experts a token, of {count} in a layer"
-        raise ConfigError(f"{MODEL_KEY}.num_experts_per_tok", problem, f"give at most {count}")
+    common.check_experts_per_token("num_experts_per_tok", per_token, count)
     if shared < 0:
         key = f"{MODEL_KEY}.shared_intermediate_size"
         raise ConfigError(key, f"{shared} is no width", "give 0 or more")
