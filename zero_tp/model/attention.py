@@ -18,7 +18,8 @@ from zero_tp.model.context import AttentionMask, ForwardContext, Mask, PackedSeq
 from zero_tp.model.norm import NORMS
 from zero_tp.model.position import apply_rotary
 from zero_tp.model.qkv import FusedQKV, GroupedQKV, heads_by_rank
-from zero_tp.model.rms_norm import RMSNorm, SplitRMSNorm
+from zero_tp.model.rms_norm import RMSNorm
+from zero_tp.model.split_rms_norm import SplitRMSNorm
 from zero_tp.parallel import devices
 from zero_tp.parallel.elementwise import ElementwiseModule
 from zero_tp.parallel.linear import RowParallelLinear

@@ -13,7 +13,7 @@ from zero_tp.model.moe import Router, SharedExpert
 from zero_tp.model.norm import NORMS
 from zero_tp.model.position import LearnedEmbedding
 from zero_tp.model.qkv import GroupedQKV
-from zero_tp.model.rms_norm import SplitRMSNorm
+from zero_tp.model.split_rms_norm import SplitRMSNorm
 from zero_tp.parallel.embedding import VocabParallelEmbedding
 from zero_tp.parallel.grouped_linear import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 from zero_tp.parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
