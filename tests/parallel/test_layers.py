@@ -99,9 +99,7 @@ def backward_like(
     output.backward(upstream)
     assert all(gradient_sum.fired == 1 for gradient_sum in hooks.sums.values())
     named = {name: p for name, p in layer.named_parameters() if p.requires_grad}
-    return {
-        name: whole_gradient(parameter, topology.tensor_group) for name, parameter in named.items()
-    }
+    return {name: whole_gradient(parameter, topology) for name, parameter in named.items()}
 
 
 def test_a_product_rounds_once_with_deepspeeds_linear(monkeypatch: pytest.MonkeyPatch) -> None:

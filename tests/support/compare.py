@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.pool_rank import cached
-from zero_tp.parallel.collectives import Group, all_gather
-from zero_tp.parallel.layout import Layout, Sharded, layout_of
+from zero_tp.model.weights.export import gather_shards
+from zero_tp.parallel.layout import Layout, layout_of
 from zero_tp.parallel.parameter import Init, ParameterMaker
 from zero_tp.parallel.topology import Topology
 
@@ -63,12 +63,17 @@ class WholeWeights:
         topology: Topology,
     ) -> None:
         assert self.tensors[name].shape == torch.Size(whole)
-        local.copy_(layout.shard(self.tensors[name], topology.tensor_rank, topology.tensor))
+        local.copy_(
+            layout.shard(
+                self.tensors[name], topology.tensor_rank, topology.tensor, topology.expert_rank
+            )
+        )
 
 
-def grid(tensor: int, sequence: bool) -> Topology:
+def grid(tensor: int, sequence: bool, expert: int = 1) -> Topology:
     """Return a topology of this rank, built once in a pool."""
-    return cached(("topology", tensor, sequence), lambda: Topology(tensor, sequence))
+    key = "topology", tensor, sequence, expert
+    return cached(key, lambda: Topology(tensor, sequence, expert=expert))
 
 
 def maker(
@@ -91,21 +96,18 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def unshard(local: Tensor, parameter: nn.Parameter, group: Group) -> Tensor:
+def unshard(local: Tensor, parameter: nn.Parameter, topology: Topology) -> Tensor:
     """Reassemble a tensor from every rank's shard by the parameter's layout; collective."""
-    layout = layout_of(parameter)
-    return (
-        layout.unshard(list(all_gather(local.unsqueeze(0), group)))
-        if isinstance(layout, Sharded)
-        else local
-    )
+    return gather_shards(local, layout_of(parameter), topology)
 
 
-def whole_gradient(parameter: nn.Parameter, group: Group) -> Tensor:
-    return unshard(gradient_of(parameter), parameter, group)
+def whole_gradient(parameter: nn.Parameter, topology: Topology) -> Tensor:
+    return unshard(gradient_of(parameter), parameter, topology)
 
 
 def whole_gradients(model: Any) -> dict[str, Tensor]:
     """Of every parameter of a ZeroTPForCausalLM; collective over its TP group."""
-    group = model.topology.tensor_group
-    return {name: whole_gradient(parameter, group) for name, parameter in model.named_parameters()}
+    topology = model.topology
+    return {
+        name: whole_gradient(parameter, topology) for name, parameter in model.named_parameters()
+    }

@@ -124,14 +124,14 @@ def _encoder(model_type: str, pick: Pick) -> dict[str, Any]:
 
 
 def _experts(model_type: str, pick: Pick) -> dict[str, Any]:
-    """Each token has 2 of 5 experts, and their loss is a large part of the whole."""
+    """Each token has 2 of 8 experts, and their loss is a large part of the whole."""
     return {
         **_grouped(pick),
         "model_type": model_type,
         # transformers' product of groups takes rows of multiples of 16 bytes.
         "hidden_size": 24 * pick(1, 4),
         "intermediate_size": 24 * pick(2, 7),
-        "num_local_experts" if model_type == "mixtral" else "num_experts": 5,
+        "num_local_experts" if model_type == "mixtral" else "num_experts": 8,
         "num_experts_per_tok": 2,
         "output_router_logits": True,
         "router_aux_loss_coef": 0.5,
@@ -176,7 +176,7 @@ def _grouped_experts(pick: Pick) -> dict[str, Any]:
         "head_dim": 4 * pick(1, 3),
         "attention_bias": True,
         "moe_intermediate_size": 24 * pick(1, 4),
-        "n_routed_experts": 6,
+        "n_routed_experts": 12,
         "n_group": 3,
         "topk_group": 2,
         "num_experts_per_tok": 3,

@@ -86,7 +86,7 @@ def native_tensors(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
     """
     tensors = dict(stored_tensors(model))
     dtype = next(model.parameters()).dtype
-    for entry in live_entries(tensors, model.config, model.topology.tensor_group, dtype):
+    for entry in live_entries(tensors, model.config, model.topology, dtype):
         yield entry.name, entry.read()
 
 

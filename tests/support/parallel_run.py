@@ -106,9 +106,9 @@ def whole_tensors(engine: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     from tests.support.native import to_theirs
 
-    group = engine.topology.tensor_group
+    topology = engine.topology
     found = {
-        name: unshard(local[name].detach().float(), parameter, group)
+        name: unshard(local[name].detach().float(), parameter, topology)
         for name, parameter in engine.model.named_parameters()
     }
     return {
@@ -120,6 +120,7 @@ def optimizer_tensors(engine: Any, key: str | None = None) -> dict[str, Tensor]:
     """The whole fp32 weights, or with `key` one of Adam's moments, from what the optimizer
     holds. Collective.
     """
+    from zero_tp.engine.zero.expert_groups import partition_group
     from zero_tp.engine.zero.states import MASTER, local_shape
     from zero_tp.parallel.collectives import all_reduce
 
@@ -133,7 +134,10 @@ def optimizer_tensors(engine: Any, key: str | None = None) -> dict[str, Tensor]:
     # Each data-parallel rank holds its own run.
     if engine.deepspeed_engine.zero_optimization_stage() > 0:
         local = {
-            name: all_reduce(tensor, engine.topology.data_group) for name, tensor in local.items()
+            name: all_reduce(tensor, partition_group(weight, engine.topology))
+            for (name, weight), tensor in zip(
+                engine.model.named_parameters(), local.values(), strict=True
+            )
         }
     return whole_tensors(engine, local)
 

@@ -28,6 +28,7 @@ from zero_tp.engine.param_groups import trainable_of
 from zero_tp.engine.qk_clip import QKClip, check_qk_clip
 from zero_tp.engine.settings.parse import check_settings
 from zero_tp.engine.settings.rule import EntryPoint
+from zero_tp.engine.settings.rules import refuse_experts
 from zero_tp.engine.zero.build_lock import report_build_locks
 from zero_tp.engine.zero.matrix_optimizer import MatrixOptimizer
 from zero_tp.engine.zero.ops import check_nvme, disable_shared_memory_collectives
@@ -106,6 +107,7 @@ class TrainingEngine:
             raise UserError(
                 "TrainingEngine takes checked settings; for a dict use TrainingEngine.from_dict"
             )
+        refuse_experts(settings, topology.expert)
         check_qk_clip(qk_clip_threshold, config, settings)
         # Before the model is built: a missing directory or header is found at once.
         check_nvme(settings.zero_optimization.nvme_paths)
@@ -148,7 +150,7 @@ class TrainingEngine:
     ) -> ParallelModel:
         # Only the first DP rank needs all values (`ShardedSeededInit`): DeepSpeed broadcasts its
         # weights, zero.Init as each is built, or `initialize` all of them.
-        source = source or ShardedSeededInit(seed, self.topology.data_group)
+        source = source or ShardedSeededInit(seed)
         with self.zero.construction():
             model = model or default_model_class(architecture_of(config).spec(config))
             return model(
@@ -196,7 +198,9 @@ class TrainingEngine:
         Raises:
             ConfigError: a key that a run's file may not have, or a refused combination.
         """
-        parallel = Parallel(tensor=topology.tensor, sequence=topology.sequence)
+        parallel = Parallel(
+            tensor=topology.tensor, sequence=topology.sequence, expert=topology.expert
+        )
         layers = config.num_hidden_layers
         checked = check_settings(deepspeed_config, parallel, EntryPoint.ENGINE, recompute, layers)
         options |= {"recompute": recompute, "param_groups": parse_param_groups(param_groups)}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zero_tp.base.errors import UserError
+from zero_tp.engine.zero.expert_groups import is_divided
 from zero_tp.engine.zero.states import partition_of
 from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.model.moe import Router
@@ -163,13 +164,16 @@ def check_duplicates(zero: ZeroEngine, step: int) -> None:
     topology = zero.topology
     if topology.data == 1:
         return
+    divided = {name for name, tensor in zero.model.named_parameters() if is_divided(tensor)}
     digests = {name: digest(tensor) for name, tensor in zero.replicated_tensors()}
     if not digests:
         return
     # Over the world, so that every rank raises, also in DP groups without a fault.
     gathered = _all_gather_numbers(list(digests.values()), zero.model)
     for name, digest_by_rank in zip(digests, gathered, strict=True):
-        for members in topology.data_members():
+        is_expert = name in divided
+        groups = topology.expert_data_members() if is_expert else topology.data_members()
+        for members in groups:
             deviating = _deviating_ranks({rank: digest_by_rank[rank] for rank in members})
             if deviating:
                 ranks = name_ranks(deviating)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from zero_tp.model.architectures.spec import Rotary
@@ -22,6 +22,8 @@ from zero_tp.model.router_balance import ChoiceCount, RouterBalance
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+    from zero_tp.model.moe import Route
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,7 @@ class ForwardContext:
         cache: keys and values of earlier tokens, of this rank's KV heads; `update` adds the present
             ones.
         balance, choice_count: see ForwardInputs.
+        routes: by layer, where the rows of its tokens go under expert parallelism (model/moe.py).
     """
 
     sequence: bool
@@ -251,3 +254,4 @@ class ForwardContext:
     cache: Cache | None = None
     balance: RouterBalance | None = None
     choice_count: ChoiceCount | None = None
+    routes: dict[nn.Module, Route] = field(default_factory=dict)

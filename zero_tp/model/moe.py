@@ -4,6 +4,8 @@
 Over TP every expert's first weight is split by columns, its second by rows. So the communication is
 that of a dense MLP for any E: f and f̄, or g and ḡ under SP, which also gathers the routers'
 logits. Every rank has the choices of all tokens and computes its columns of the chosen experts.
+With expert parallelism it sends its tokens' rows to the ranks that have these experts
+(parallel/expert_exchange.py).
 
 s sequence, b batch, n = s·b tokens, h hidden, k experts per token, t TP size. f, f̄, g, ḡ: the
 operators of arXiv 1909.08053 and 2205.05198.
@@ -12,7 +14,7 @@ operators of arXiv 1909.08053 and 2205.05198.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +30,12 @@ from zero_tp.parallel.collectives import (
     reduce_from_tensor_region,
     reduce_scatter_to_sequence_region,
 )
+from zero_tp.parallel.expert_exchange import AllToAllExperts, LocalExperts
 from zero_tp.parallel.grouped_linear import (
     ColumnParallelGroupedLinear,
     Routing,
     RowParallelGroupedLinear,
+    dispatch_tokens,
 )
 from zero_tp.parallel.layout import Replicated, Sharded
 from zero_tp.parallel.parameter import ConstantInit, ExactBuffers, Normal, ParameterMaker
@@ -58,7 +62,12 @@ class Router(nn.Module, ABC):
         )
 
     def forward(
-        self, tensor: Tensor, context: ForwardContext, *, group: Group
+        self,
+        tensor: Tensor,
+        context: ForwardContext,
+        *,
+        group: Group,
+        chosen: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the weights and indices of each token's experts.
 
@@ -67,6 +76,9 @@ class Router(nn.Module, ABC):
         Under SP each rank computes the logits of its shard [s/t, b, h], so all ranks choose by the
         same bits. Forward all-gathers them, [s/t, b, E] → [s, b, E]; backward reduce-scatters their
         gradient.
+
+        Args:
+            chosen: the indices, if backward recomputes a forward that has chosen.
         """
         # Under SP one rank computes a token's logits and all ranks choose by its bits: ranks that
         # chose differently would add up parts of different experts. The gather sends E numbers a
@@ -77,7 +89,10 @@ class Router(nn.Module, ABC):
         scores = self.scores(logits)
         if context.balance is not None:
             context.balance.observe(logits, scores)
-        weights, chosen = self.choose(logits, scores)
+        if chosen is None:
+            chosen = self.choose(logits, scores)
+        # By the scores, to which the load-balancing loss adds its gradient.
+        weights = self.weigh(scores.gather(1, chosen))
         if self.rounds_weights:
             weights = weights.to(tensor.dtype).float()
         return weights, chosen
@@ -90,11 +105,15 @@ class Router(nn.Module, ABC):
         """Return each expert's score in fp32, for every dtype as in transformers' routers."""
 
     @abstractmethod
-    def choose(self, logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and indices of the k experts that a token's logits or scores choose.
+    def choose(self, logits: Tensor, scores: Tensor) -> Tensor:
+        """Return the indices of the k experts that a token's logits or scores choose.
 
-        [n, E], fp32 [n, E] → fp32 [n, k], int64 [n, k].
+        [n, E], fp32 [n, E] → int64 [n, k].
         """
+
+    @abstractmethod
+    def weigh(self, chosen_scores: Tensor) -> Tensor:
+        """Return the weights of the chosen experts by their scores. Fp32 [n, k] → fp32 [n, k]."""
 
 
 class SoftmaxRouter(Router):
@@ -103,11 +122,13 @@ class SoftmaxRouter(Router):
     def scores(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1, dtype=torch.float32)
 
-    def choose(self, logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        weights, chosen = scores.topk(self.experts.per_token, dim=-1)
-        if self.experts.normalised:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights, chosen
+    def choose(self, logits: Tensor, scores: Tensor) -> Tensor:
+        return scores.topk(self.experts.per_token, dim=-1).indices
+
+    def weigh(self, chosen_scores: Tensor) -> Tensor:
+        if not self.experts.normalised:
+            return chosen_scores
+        return chosen_scores / chosen_scores.sum(-1, keepdim=True)
 
 
 class TopKSoftmaxRouter(SoftmaxRouter):
@@ -118,11 +139,11 @@ class TopKSoftmaxRouter(SoftmaxRouter):
     def logits(self, tensor: Tensor) -> Tensor:
         return super().logits(tensor).float()
 
-    def choose(self, logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        chosen = logits.topk(self.experts.per_token, dim=-1).indices
-        # By the scores, to which the load-balancing loss adds its gradient.
-        weights = scores.gather(1, chosen)
-        return weights / weights.sum(-1, keepdim=True), chosen
+    def choose(self, logits: Tensor, scores: Tensor) -> Tensor:
+        return logits.topk(self.experts.per_token, dim=-1).indices
+
+    def weigh(self, chosen_scores: Tensor) -> Tensor:
+        return chosen_scores / chosen_scores.sum(-1, keepdim=True)
 
 
 class CorrectedRouter(ExactBuffers, Router):
@@ -153,9 +174,14 @@ class CorrectedRouter(ExactBuffers, Router):
         self.register_buffer("choices", choices, persistent=False)
 
     def forward(
-        self, tensor: Tensor, context: ForwardContext, *, group: Group
+        self,
+        tensor: Tensor,
+        context: ForwardContext,
+        *,
+        group: Group,
+        chosen: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        weights, chosen = super().forward(tensor, context, group=group)
+        weights, chosen = super().forward(tensor, context, group=group, chosen=chosen)
         if context.choice_count is not None:
             context.choice_count.add(chosen, self.choices)
         return weights, chosen
@@ -163,19 +189,14 @@ class CorrectedRouter(ExactBuffers, Router):
     def logits(self, tensor: Tensor) -> Tensor:
         return F.linear(tensor.float(), self.weight.float())
 
-    def choose(self, logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, logits: Tensor, scores: Tensor) -> Tensor:
+        # For the choice alone: the weights are those of the scores, without the bias.
         corrected = self.eligible(scores.detach() + self.correction_bias)
-        chosen = corrected.topk(self.experts.per_token, dim=-1, sorted=False).indices
-        # The weights are the scores, without the bias.
-        return self.weigh(scores.gather(1, chosen)), chosen
+        return corrected.topk(self.experts.per_token, dim=-1, sorted=False).indices
 
     def eligible(self, corrected: Tensor) -> Tensor:
         """Return the corrected scores [n, E], -inf for experts that may not be chosen."""
         return corrected
-
-    @abstractmethod
-    def weigh(self, chosen_scores: Tensor) -> Tensor:
-        """Return the weights of the chosen experts, fp32 [n, k]."""
 
 
 class SigmoidRouter(CorrectedRouter):
@@ -254,6 +275,18 @@ class SharedExpert(GatedMLP):
         return F.linear(tensor, self.gate).sigmoid() * super().forward(tensor, context=context)
 
 
+class Route(NamedTuple):
+    """Where the rows of a layer's tokens go.
+
+    Attributes:
+        chosen: indices of each token's experts, int64 [n, k].
+    """
+
+    chosen: Tensor
+    routing: Routing
+    experts: LocalExperts
+
+
 class Experts(nn.Module):
     """A layer's experts, of which a router chooses k for each token, and the shared expert.
 
@@ -269,15 +302,17 @@ class Experts(nn.Module):
         size = spec.experts.size
         init = Normal(spec.init_std)
         residual_init = Normal(spec.residual_std)
-        self.topology = make.topology
+        topology = self.topology = make.topology
+        # The planner, or a faster exchange, may replace it.
+        self.exchange: type[LocalExperts] = AllToAllExperts if topology.expert > 1 else LocalExperts
         self.router = ROUTERS[spec.experts.router](make.child("router"), spec)
         # Gate and up are two parts, each split by itself, so that a rank's gate columns meet their
         # own up columns. With TP 2 and experts of width 4 a rank holds of every expert:
         #                         rank 0         rank 1
         #     gate_up [E, 8, h]   g0 g1 u0 u1    g2 g3 u2 u3     its outputs
         #     down    [E, h, 4]   0 1            2 3             its inputs
-        columns = Sharded(1, (size, size))
-        rows = Sharded(2, (size,))
+        columns = Sharded(1, (size, size), experts=topology.expert)
+        rows = Sharded(2, (size,), experts=topology.expert)
         self.gate_up = ColumnParallelGroupedLinear(
             make.child("gate_up"), count, spec.hidden, 2 * size, columns, init
         )
@@ -291,11 +326,8 @@ class Experts(nn.Module):
             self.shared = shared(make.child("shared"), spec, spec.experts.shared)
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
-        routed = self._routed_output(tensor, context)
-        return routed if self.shared is None else routed + self.shared(tensor, context=context)
-
-    def _routed_output(self, tensor: Tensor, context: ForwardContext) -> Tensor:
-        """Return the weighted sum of the k experts that the router chose for each token.
+        """Return the weighted sum of the k experts that the router chose for each token, and the
+        shared expert's output.
 
         Three tokens, k 2 of 3 experts. Copies of tokens are sorted by expert (`Routing`):
 
@@ -307,18 +339,45 @@ class Experts(nn.Module):
         """
         group = self.topology.tensor_group
         sequence = context.sequence
+        whole = tensor
         # f stands before the router too: a rank's gradients of the routing weights are partial
         # sums, so the router's gradient of the input has to be summed with that of the experts.
         # Under SP the backward of g sums the logits' gradients, and `gate_up` gathers by itself.
         if not sequence:
             tensor = copy_to_tensor_region(tensor, group)
-        weights, chosen = self.router(tensor, context, group=group)
-        routing = Routing.from_groups(chosen, self.router.experts.count)
-        intermediate = self.gate_up(tensor, routing, sequence=sequence)
+        weights, route = self._route(tensor, context)
+        routing, experts = route.routing, route.experts
+        dispatched = None
+        if experts.is_remote:
+            dispatched = dispatch_tokens(tensor, routing, experts, group, sequence=sequence)
+        # While the rows are on their way.
+        shared = None if self.shared is None else self.shared(whole, context=context)
+        intermediate = self.gate_up(
+            tensor, routing, experts, sequence=sequence, dispatched=dispatched
+        )
         # The rows of all tokens become [s, b, h] by their b: under SP `tensor` has only s/t.
-        routed = self.down(self.activation(intermediate), weights, routing).unflatten(
+        routed = self.down(self.activation(intermediate), weights, routing, experts).unflatten(
             0, (-1, tensor.shape[1])
         )
-        return (reduce_scatter_to_sequence_region if sequence else reduce_from_tensor_region)(
-            routed, group
+        reduce = reduce_scatter_to_sequence_region if sequence else reduce_from_tensor_region
+        routed = reduce(routed, group)
+        return routed if shared is None else routed + shared
+
+    def _route(self, tensor: Tensor, context: ForwardContext) -> tuple[Tensor, Route]:
+        """Return the weights of each token's experts, fp32 [n, k], and the way of its rows.
+
+        What backward recomputes takes the way of the first forward: without that, other bits of a
+        logit could send a row elsewhere, while the sizes that the ranks have exchanged stay.
+        """
+        route = context.routes.get(self)
+        chosen = None if route is None else route.chosen
+        weights, chosen = self.router(
+            tensor, context, group=self.topology.tensor_group, chosen=chosen
         )
+        if route is None:
+            routing = Routing.from_groups(chosen, self.router.experts.count)
+            experts = self.exchange(routing.ends, self.topology.expert_group)
+            route = Route(chosen, routing, experts)
+            if experts.is_remote:
+                context.routes[self] = route
+        return weights, route

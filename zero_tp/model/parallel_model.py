@@ -106,7 +106,7 @@ class ParallelModel(WrapperChecks, ABC):
             raise UserError(f"{type(self).__name__}: {config.model_type} is {kind}")
         # Before any parameter is made, so that a size that TP cannot split costs no memory and no
         # time.
-        self.spec.check(self.topology.tensor)
+        self.spec.check(self.topology.tensor, self.topology.expert)
         self._random_device = random_device
         if random_device is None:
             # The meta device has no generator.
@@ -180,9 +180,13 @@ class ParallelModel(WrapperChecks, ABC):
             )
         topology = self.topology
         # A copy communicates with the same ranks, in the same process groups.
-        memo |= {
-            id(shared): shared for shared in (topology, topology.tensor_group, topology.data_group)
-        }
+        groups = (
+            topology.tensor_group,
+            topology.data_group,
+            topology.expert_group,
+            topology.expert_data_group,
+        )
+        memo |= {id(shared): shared for shared in (topology, *groups)}
         copied = memo[id(self)] = type(self).__new__(type(self))
         vars(copied).update(copy.deepcopy(vars(self), memo))
         # torch copies a parameter's data, but neither attributes nor hooks.
@@ -302,7 +306,9 @@ class ParallelModel(WrapperChecks, ABC):
             raise ValueError(f"reduction {reduction!r} is neither 'mean' nor 'none'")
         if return_dict is False:
             raise ValueError(f"return_dict=False: outputs are {output}; take what you need by name")
-        if self.topology.tensor > 1 and self.topology.tensor_group is None:
+        topology = self.topology
+        has_groups = topology.tensor_group is not None or topology.tensor == 1
+        if not has_groups or (topology.expert > 1 and topology.expert_group is None):
             raise RuntimeError(
                 "the topology only describes a grid; a forward needs its process groups"
             )

@@ -2,7 +2,7 @@
 
 Rows are sorted by group, and each is multiplied by its group's matrix.
 n tokens, each copied to k groups; the rows are these copies, sorted by group. i, o: features of
-this rank's shard.
+this rank's shard. r: rows of the groups that this rank has, n·k without expert parallelism.
 
 If torch has no grouped kernel for the operands, the host reads where groups end and multiplies them
 one by one. On CUDA the kernel takes bf16 rows whose size is a multiple of 16 bytes.
@@ -18,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from zero_tp.parallel.collectives import Group, all_gather, start_all_gather, start_reduce_scatter
+from zero_tp.parallel.collectives import (
+    Group,
+    Pending,
+    all_gather,
+    start_all_gather,
+    start_reduce_scatter,
+)
+from zero_tp.parallel.expert_exchange import LocalExperts
 from zero_tp.parallel.layout import Sharded
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
@@ -95,8 +102,8 @@ def _group_slices(ends: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each row by its group's matrix. [n·k, i], [E, i, o] → [n·k, o]."""
-    if _has_grouped_kernel(rows, matrices, matrices.mT):
+    """Multiply each row by its group's matrix. [r, i], [E, i, o] → [r, o]."""
+    if len(rows) and _has_grouped_kernel(rows, matrices, matrices.mT):
         return F.grouped_mm(rows, matrices, offs=ends)
     # No row is left unwritten: the last group's end is the number of rows.
     output = rows.new_empty(len(rows), matrices.shape[2])
@@ -106,8 +113,8 @@ def grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_outer_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """Return leftᵀ · right of each group's rows. [n·k, o], [n·k, i] → [E, o, i]."""
-    if _has_grouped_kernel(left, right):
+    """Return leftᵀ · right of each group's rows. [r, o], [r, i] → [E, o, i]."""
+    if len(left) and _has_grouped_kernel(left, right):
         return F.grouped_mm(left.t(), right, offs=ends)
     # Zeros, because a group may have no rows.
     output = left.new_zeros(len(ends), left.shape[1], right.shape[1])
@@ -116,52 +123,82 @@ def grouped_outer_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return output
 
 
+def dispatch_tokens(
+    tensor: Tensor, routing: Routing, experts: LocalExperts, group: Group, *, sequence: bool
+) -> Pending:
+    """Copy the tokens, gathered over TP under SP, and start to send them to their experts, without
+    a graph. [s, b, i] → [r, i]; [s/t, b, i] under SP.
+    """
+    whole = tensor.detach()
+    if sequence:
+        whole = all_gather(whole, group)
+    return experts.start_dispatch(whole.flatten(0, 1)[routing.token_of_row])
+
+
+def _sum_of_copies(combined: Pending, routing: Routing, batch: int) -> Tensor:
+    """Sum the rows of each token's copies. [n·k, i] → [s, b, i]."""
+    return combined.wait()[routing.row_of_copy].sum(1).unflatten(0, (-1, batch))
+
+
 class _ColumnParallelGrouped(torch.autograd.Function):
-    """Compute Y[row] = X[its token] W_eᵀ. Only X is saved; backward gathers it and copies its
-    rows again.
+    """Compute Y[row] = X[its token] W_eᵀ. Only X is saved; backward gathers it, copies its rows
+    and sends them to their experts again.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, weight: Tensor, routing: Routing, group: Group, sequence: bool
+        ctx: Any,
+        tensor: Tensor,
+        weight: Tensor,
+        routing: Routing,
+        experts: LocalExperts,
+        dispatched: Pending | None,
+        group: Group,
+        sequence: bool,
     ) -> Tensor:
         # The parameter itself, not a view of it: ZeRO-3 frees its data until backward.
         ctx.save_for_backward(tensor, weight, *routing)
         ctx.group = group
         ctx.sequence = sequence
-        whole = all_gather(tensor, group) if sequence else tensor
-        return grouped_product(whole.flatten(0, 1)[routing.token_of_row], weight.mT, routing.ends)
+        ctx.experts = experts
+        if dispatched is None:
+            dispatched = dispatch_tokens(tensor, routing, experts, group, sequence=sequence)
+        return grouped_product(dispatched.wait(), weight.mT, experts.ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tensor, weight, *sorting = ctx.saved_tensors
         routing = Routing(*sorting)
+        experts: LocalExperts = ctx.experts
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         # F.grouped_mm refuses an expanded gradient, such as a sum's.
         gradient = gradient.contiguous()
         # As in a column layer (linear.py): the gather runs during the input-gradient product, the
         # reduce-scatter during the weight-gradient product.
+        # Over expert ranks, rows travel during both products, and no reduce-scatter does.
         gathering = start_all_gather(tensor, ctx.group) if ctx.sequence and needs_weight else None
-        input_gradient = weight_gradient = reducing = None
+        dispatched = combined = input_gradient = weight_gradient = reducing = None
+        if needs_weight and experts.is_remote:
+            whole = tensor if gathering is None else gathering.wait()
+            dispatched = experts.start_dispatch(whole.flatten(0, 1)[routing.token_of_row])
         if needs_input:
-            row_gradient = grouped_product(gradient, weight, routing.ends)
-            input_gradient = (
-                row_gradient[routing.row_of_copy].sum(1).unflatten(0, (-1, tensor.shape[1]))
-            )
+            combined = experts.start_combine(grouped_product(gradient, weight, experts.ends))
+        if combined is not None and not experts.is_remote:
+            input_gradient = _sum_of_copies(combined, routing, tensor.shape[1])
         # Before the next collective starts, so that all ranks have one order of collectives.
         whole = tensor if gathering is None else gathering.wait()
         if input_gradient is not None and ctx.sequence:
             reducing = start_reduce_scatter(input_gradient, ctx.group)
         if needs_weight:
-            rows = whole.flatten(0, 1)[routing.token_of_row]
-            weight_gradient = grouped_outer_product(gradient, rows, routing.ends)
-        return (
-            input_gradient if reducing is None else reducing.wait(),
-            weight_gradient,
-            None,
-            None,
-            None,
-        )
+            if dispatched is None:
+                dispatched = experts.start_dispatch(whole.flatten(0, 1)[routing.token_of_row])
+            weight_gradient = grouped_outer_product(gradient, dispatched.wait(), experts.ends)
+        if combined is not None and experts.is_remote:
+            input_gradient = _sum_of_copies(combined, routing, tensor.shape[1])
+            if ctx.sequence:
+                reducing = start_reduce_scatter(input_gradient, ctx.group)
+        input_gradient = input_gradient if reducing is None else reducing.wait()
+        return input_gradient, weight_gradient, *[None] * 5
 
 
 class _RowParallelGrouped(torch.autograd.Function):
@@ -174,30 +211,40 @@ class _RowParallelGrouped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, routing_weights: Tensor, routing: Routing
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        routing_weights: Tensor,
+        routing: Routing,
+        experts: LocalExperts,
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, routing_weights, *routing)
-        outputs = grouped_product(rows, weight.mT, routing.ends)
+        ctx.experts = experts
+        outputs = experts.start_combine(grouped_product(rows, weight.mT, experts.ends)).wait()
         return (outputs[routing.row_of_copy] * routing_weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, routing_weights, *sorting = ctx.saved_tensors
         routing = Routing(*sorting)
+        experts: LocalExperts = ctx.experts
         # Every copy of a token gets the token's gradient, in the order of rows.
-        copies = gradient[routing.token_of_row]
+        dispatched = experts.start_dispatch(gradient[routing.token_of_row])
         sorted_weights = routing_weights.flatten()[routing.copy_of_row].unsqueeze(1)
+        dispatched_weights = experts.start_dispatch(sorted_weights)
+        copies = dispatched.wait()
+        sorted_weights = dispatched_weights.wait()
         # One product serves two gradients: times the routing weight it is the row's, times the row
         # the routing weight's.
-        unweighted = grouped_product(copies, weight, routing.ends)
-        routing_gradient = (unweighted.float() * rows).sum(1)[routing.row_of_copy]
+        unweighted = grouped_product(copies, weight, experts.ends)
+        combined = experts.start_combine((unweighted.float() * rows).sum(1))
         row_gradient = (unweighted * sorted_weights).to(rows.dtype)
         weight_gradient = None
         if ctx.needs_input_grad[1]:
             weight_gradient = grouped_outer_product(
-                (copies * sorted_weights).to(rows.dtype), rows, routing.ends
+                (copies * sorted_weights).to(rows.dtype), rows, experts.ends
             )
-        return row_gradient, weight_gradient, routing_gradient, None
+        return row_gradient, weight_gradient, combined.wait()[routing.row_of_copy], None, None
 
 
 class _GroupedLinear(nn.Module):
@@ -218,26 +265,41 @@ class _GroupedLinear(nn.Module):
 
 
 class ColumnParallelGroupedLinear(_GroupedLinear):
-    """Split every group's matrix by columns. [s, b, i] → [n·k, o], rows sorted by group; [s/t, b,
-    i] under SP.
+    """Split every group's matrix by columns. [s, b, i] → [r, o], rows sorted by group; [s/t, b, i]
+    under SP.
 
     Under SP, forward all-gathers the input (g). Backward gathers it again during the input-gradient
     product, and reduce-scatters that gradient during the weight-gradient product. Without SP the
     caller sums it over TP (f).
     """
 
-    def forward(self, tensor: Tensor, routing: Routing, *, sequence: bool) -> Tensor:
+    def forward(
+        self,
+        tensor: Tensor,
+        routing: Routing,
+        experts: LocalExperts,
+        *,
+        sequence: bool,
+        dispatched: Pending | None = None,
+    ) -> Tensor:
+        """Multiply.
+
+        Args:
+            dispatched: `dispatch_tokens`, if it was started before.
+        """
         output: Tensor = _ColumnParallelGrouped.apply(
-            tensor, self.weight, routing, self.group, sequence
+            tensor, self.weight, routing, experts, dispatched, self.group, sequence
         )
         return output
 
 
 class RowParallelGroupedLinear(_GroupedLinear):
-    """Split every group's matrix by rows; the caller sums the output over TP. [n·k, i], fp32 [n,
-    k] → [n, o].
+    """Split every group's matrix by rows; the caller sums the output over TP. [r, i], fp32 [n, k]
+    → [n, o].
     """
 
-    def forward(self, rows: Tensor, weights: Tensor, routing: Routing) -> Tensor:
-        output: Tensor = _RowParallelGrouped.apply(rows, self.weight, weights, routing)
+    def forward(
+        self, rows: Tensor, weights: Tensor, routing: Routing, experts: LocalExperts
+    ) -> Tensor:
+        output: Tensor = _RowParallelGrouped.apply(rows, self.weight, weights, routing, experts)
         return output

@@ -30,11 +30,17 @@ class Sharded:
 
     `padded` parts (the vocabulary) need not divide by the TP size: each rank holds ⌈part / t⌉, and
     the last ranks' surplus is zeros.
+
+    The `experts` of dimension 0 are divided over so many expert ranks, too. Of 4 experts, with 2:
+
+        expert rank 0    experts 0 and 1, of each this TP rank's piece
+        expert rank 1    experts 2 and 3
     """
 
     dim: int
     parts: tuple[int, ...]
     padded: bool = False
+    experts: int = 1
 
     def piece_sizes(self, size: int) -> tuple[int, ...]:
         """Return the length of each part on one of `size` ranks.
@@ -47,21 +53,26 @@ class Sharded:
                 raise ValueError(f"{part} does not divide by tensor parallel size {size}")
         return tuple(-(-part // size) for part in self.parts)
 
-    def spans(self, whole: Sequence[int], rank: int, size: int) -> tuple[Spans, ...]:
+    def spans(
+        self, whole: Sequence[int], rank: int, size: int, expert_rank: int = 0
+    ) -> tuple[Spans, ...]:
         """Return the map between the whole tensor and this rank's shard, along each dimension."""
         if whole[self.dim] != sum(self.parts):
             problem = f"not the sum of its parts {self.parts}"
             raise ValueError(f"dimension {self.dim} is {whole[self.dim]}, {problem}")
         spans = [Spans.identity(length) for length in whole]
+        if self.experts > 1:
+            count = whole[0] // self.experts
+            spans[0] = Spans((Span.block(expert_rank, count, whole[0]),), whole[0], count)
         spans[self.dim] = Spans.concatenate(
             Spans((Span.block(rank, length, part),), part, length)
             for part, length in zip(self.parts, self.piece_sizes(size), strict=True)
         )
         return tuple(spans)
 
-    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
+    def shard(self, whole: Tensor, rank: int, size: int, expert_rank: int = 0) -> Tensor:
         """Return this rank's piece of the whole tensor, zero-padded where `padded`."""
-        spans = self.spans(whole.shape, rank, size)
+        spans = self.spans(whole.shape, rank, size, expert_rank)
         shard = whole.new_empty(self.local_shape(whole.shape, size))
         zero_padding(shard, spans)
         for whole_index, local_index in blocks(spans):
@@ -69,18 +80,24 @@ class Sharded:
         return shard
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        """Return the whole tensor from every rank's piece in TP order; padding is dropped."""
+        """Return the whole tensor from every rank's piece, in TP order for each expert rank;
+        padding is dropped.
+        """
         shape = list(shards[0].shape)
+        shape[0] *= self.experts
         # Of the parts, not of the shards, which may be padded.
         shape[self.dim] = sum(self.parts)
         whole = shards[0].new_empty(shape)
-        for rank, shard in enumerate(shards):
-            for whole_index, local_index in blocks(self.spans(shape, rank, len(shards))):
+        size = len(shards) // self.experts
+        for number, shard in enumerate(shards):
+            expert_rank, rank = divmod(number, size)
+            for whole_index, local_index in blocks(self.spans(shape, rank, size, expert_rank)):
                 whole[whole_index] = shard[local_index]
         return whole
 
     def local_shape(self, whole: Sequence[int], size: int) -> tuple[int, ...]:
         shape = list(whole)
+        shape[0] //= self.experts
         shape[self.dim] = sum(self.piece_sizes(size))
         return tuple(shape)
 
@@ -99,11 +116,14 @@ class Replicated:
     gradient: Literal["identical", "partial"] = "identical"
 
     dim: ClassVar[int] = 0  # SeededInit draws blocks of rows along it
+    experts: ClassVar[int] = 1
 
-    def spans(self, whole: Sequence[int], rank: int, size: int) -> tuple[Spans, ...]:
+    def spans(
+        self, whole: Sequence[int], rank: int, size: int, expert_rank: int = 0
+    ) -> tuple[Spans, ...]:
         return tuple(Spans.identity(length) for length in whole)
 
-    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
+    def shard(self, whole: Tensor, rank: int, size: int, expert_rank: int = 0) -> Tensor:
         return whole
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:

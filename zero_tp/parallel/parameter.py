@@ -16,10 +16,11 @@ Both draw block 1 whole, and each keeps its rows.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 from zero_tp.parallel.collectives import Group, group_rank, group_size
 from zero_tp.parallel.layout import Layout, Replicated, copy_layout, has_layout, set_layout
-from zero_tp.parallel.spans import zero_padding
+from zero_tp.parallel.spans import Spans, zero_padding
 from zero_tp.parallel.topology import Topology
 
 BLOCK_ROWS = 64
@@ -68,6 +69,19 @@ class WeightSource(Protocol):
         """
 
 
+class RowOf(NamedTuple):
+    """The other dimensions of a parameter's rows: their whole shape, and what a rank has of it."""
+
+    shape: Sequence[int]
+    elements: Sequence[slice]
+
+
+def whole_slice(spans: Spans) -> slice:
+    """Return the elements of the whole that a rank has along a dimension that no TP splits."""
+    (span,) = spans
+    return span.whole
+
+
 @dataclass(frozen=True)
 class SeededInit:
     """A source that draws weights by their `Init` and the run's seed."""
@@ -86,16 +100,33 @@ class SeededInit:
         if isinstance(init, ConstantInit):
             local.fill_(init.value)
             return
-        spans = layout.spans(whole, topology.tensor_rank, topology.tensor)
+        rank = topology.tensor_rank, topology.tensor, topology.expert_rank
+        spans = layout.spans(whole, *rank)
         zero_padding(local, spans)
         # Blocks run along the split dimension, so that a shard consists of few of them.
         rows = local.movedim(layout.dim, 0)
+        others = [dim for dim in range(len(whole)) if dim != layout.dim]
+        row = RowOf([whole[dim] for dim in others], [whole_slice(spans[dim]) for dim in others])
+        group = topology.expert_data_group if layout.experts > 1 else topology.data_group
         for span in spans[layout.dim]:
-            self._draw(rows[span.local], name, span.whole_start, whole[layout.dim], init)
+            where = span.whole_start, whole[layout.dim]
+            self._draw(rows[span.local], name, *where, init, row, group)
 
-    def _draw(self, rows: Tensor, name: str, start: int, total: int, init: Normal) -> None:
-        """Draw the parameter's rows from `start` on into `rows`, in blocks and fp32; `total`:
-        all its rows.
+    def _draw(
+        self,
+        rows: Tensor,
+        name: str,
+        start: int,
+        total: int,
+        init: Normal,
+        row: RowOf,
+        group: Group,
+    ) -> None:
+        """Draw the parameter's rows from `start` on into `rows`, in blocks and fp32.
+
+        Args:
+            total: all the parameter's rows.
+            group: the ranks that have the same rows.
         """
         stop = start + len(rows)
         for block in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)):
@@ -108,32 +139,43 @@ class SeededInit:
             digest = hashlib.sha256(f"{self.seed}/{name}/{block}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             # zero.Init patches torch.empty and others to use the run's dtype, but not torch.normal.
-            shape = (last - first, target[0].numel())
+            shape = (last - first, math.prod(row.shape))
             values = torch.normal(
                 0.0, init.std, shape, generator=generator, dtype=torch.float32, device="cpu"
             )
+            # Whole rows are drawn, so that the values do not depend on the number of expert ranks.
+            values = values.view(last - first, *row.shape)[:, *row.elements]
             if init.zero_row is not None and first <= init.zero_row < last:
                 values[init.zero_row - first] = 0.0
-            target.copy_(values[max(start - first, 0) : stop - first].view(target.shape))
+            target.copy_(values[max(start - first, 0) : stop - first])
 
 
 @dataclass(frozen=True)
 class ShardedSeededInit(SeededInit):
-    """Draw each block of the same weights on one rank of a group, and gather them on its first one.
+    """Draw each block of the same weights on one of the ranks that have it, and gather them on the
+    first of these.
 
-    Only the group's first rank has all values; broadcast them before use. All ranks of the group
-    must make the same shards in the same order. Of 5 blocks, 2 ranks draw 3 and 2:
+    These are the ranks of a DP group, or of an expert-data group. Only the first one has all
+    values; broadcast them before use. All ranks of the group must make the same shards in the same
+    order. Of 5 blocks, 2 ranks draw 3 and 2:
 
         rank 0    0 1 2        →    0 1 2 3 4
         rank 1          3 4
     """
 
-    group: Group
-
-    def _draw(self, rows: Tensor, name: str, start: int, total: int, init: Normal) -> None:
+    def _draw(
+        self,
+        rows: Tensor,
+        name: str,
+        start: int,
+        total: int,
+        init: Normal,
+        row: RowOf,
+        group: Group,
+    ) -> None:
         """Draw this rank's blocks; gather all on the group's first rank by one all-to-all."""
-        ranks = group_size(self.group)
-        rank = group_rank(self.group)
+        ranks = group_size(group)
+        rank = group_rank(group)
         stop = start + len(rows)
         first = start // BLOCK_ROWS
         last = -(-stop // BLOCK_ROWS)
@@ -141,7 +183,7 @@ class ShardedSeededInit(SeededInit):
         # A shard may begin or end inside a block; only its own rows are sent.
         bounds = [min(max(block * BLOCK_ROWS, start), stop) - start for block in blocks]
         own = rows[bounds[rank] : bounds[rank + 1]]
-        super()._draw(own, name, start + bounds[rank], total, init)
+        super()._draw(own, name, start + bounds[rank], total, init, row, group)
         if ranks == 1:
             return
         # To the first rank alone, because DeepSpeed broadcasts that rank's weights over DP in any
@@ -155,7 +197,7 @@ class ShardedSeededInit(SeededInit):
         others = rows[bounds[1] : bounds[1] + sum(rows_received)]
         gathered = torch.empty_like(others, memory_format=torch.contiguous_format)
         dist.all_to_all_single(
-            gathered, own[: sum(rows_sent)].contiguous(), rows_received, rows_sent, group=self.group
+            gathered, own[: sum(rows_sent)].contiguous(), rows_received, rows_sent, group=group
         )
         others.copy_(gathered)
 

@@ -8,11 +8,20 @@ group. Rank r has TP rank r mod t and DP rank r // t. With TP 2 × DP 3:
     DP rank 0        0            1         a line is a TP group: consecutive ranks
     DP rank 1        2            3
     DP rank 2        4            5         a column is a DP group, over which ZeRO partitions
+
+With expert parallelism (EP), E consecutive DP ranks form an expert group, each with an E-th of the
+experts. DP ranks at the same position in those groups have the same experts, and form an
+expert-data group. With TP 1 × DP 4 and E 2:
+
+                      expert rank 0    expert rank 1
+    expert group 0          0                1         a line exchanges tokens
+    expert group 1          2                3         a column sums the gradients of its experts
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -39,6 +48,16 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(words[:-1])} and {words[-1]}"
 
 
+def describe_grid(tensor: int, data: int, sequence: bool, expert: int) -> str:
+    """Return a grid in words: `TP 2 × DP 4, SP, EP 2`."""
+    words = [f"TP {tensor} × DP {data}"]
+    if sequence:
+        words.append("SP")
+    if expert > 1:
+        words.append(f"EP {expert}")
+    return ", ".join(words)
+
+
 def data_parallel_size(world: int, tensor: int) -> int:
     """Return the DP degree, world / tensor."""
     if world < 1:
@@ -54,6 +73,27 @@ def data_parallel_size(world: int, tensor: int) -> int:
     return world // tensor
 
 
+def check_expert_size(expert: int, data: int) -> None:
+    """Check that the expert-parallel size divides the DP degree.
+
+    Raises:
+        ConfigError: with the sizes nearest to it that divide.
+    """
+    if data % expert:
+        near = nearest_divisors(expert, data)
+        inequality = f"expert {expert} does not divide data {data}"
+        raise ConfigError("zero_tp.parallel.expert", inequality, f"use {near}")
+
+
+def nearest_divisors(number: int, *of: int) -> str:
+    """Return in words the common divisors of some numbers nearest to `number`, as in `4 or 8`."""
+    common = math.gcd(*of)
+    divisors = [size for size in range(1, common + 1) if common % size == 0]
+    below = [size for size in divisors if size < number][-1:]
+    above = [size for size in divisors if size > number][:1]
+    return " or ".join(str(size) for size in (*below, *above))
+
+
 class Topology:
     """One rank's coordinates and process groups in the TP × DP grid.
 
@@ -63,9 +103,12 @@ class Topology:
 
     Attributes:
         tensor, data: TP degree t and DP degree.
-        tensor_rank, data_rank: this rank's coordinates.
+        expert: EP degree E: the ranks that share one set of all experts.
+        tensor_rank, data_rank, expert_rank: this rank's coordinates.
         sequence: sequence parallelism (SP) in the model code, over the TP group.
         tensor_group, data_group: process groups, None when no process group exists (one process).
+        expert_group: the ranks that exchange tokens; None without EP.
+        expert_data_group: the ranks with the same experts; without EP the DP group.
     """
 
     def __init__(
@@ -73,6 +116,7 @@ class Topology:
         tensor: int = 1,
         sequence: bool = False,
         *,
+        expert: int = 1,
         world: int | None = None,
         rank: int | None = None,
         timeout: timedelta | None = None,
@@ -83,6 +127,7 @@ class Topology:
         Args:
             tensor: TP degree t; world must be a multiple of it.
             sequence: enable SP; has no effect without TP.
+            expert: EP degree E; the DP degree must be a multiple of it.
             world, rank: for a description of the grid without process groups (planning, tests); by
                 default those of `torch.distributed`, or one process.
             timeout: limit of one collective in the new groups.
@@ -96,16 +141,24 @@ class Topology:
         if tensor < 1:
             raise UserError(f"zero_tp.parallel.tensor: {tensor} is not positive")
         self.data = data_parallel_size(self.world, tensor)
+        check_expert_size(expert, self.data)
+        self.expert = expert
         assert 0 <= self.rank < self.world, f"rank {self.rank} is not in a world of {self.world}"
         # Without TP there is nothing to shard over, and layers then skip every collective.
         self.sequence = sequence and tensor > 1
         self.tensor_rank = self.rank % tensor
         self.data_rank = self.rank // tensor
+        self.expert_rank = self.data_rank % expert
         self.tensor_group: ProcessGroup | None = None
         self.data_group: ProcessGroup | None = None
+        self.expert_group: ProcessGroup | None = None
         if connected:
             self.tensor_group = self._group(self.tensor_members(), timeout)
             self.data_group = self._group(self.data_members(), timeout)
+        self.expert_data_group = self.data_group
+        if connected and expert > 1:
+            self.expert_group = self._group(self.expert_members(), timeout)
+            self.expert_data_group = self._group(self.expert_data_members(), timeout)
 
     def _group(self, members: list[list[int]], timeout: timedelta | None) -> ProcessGroup:
         """Make every group of `members`, which partition the world; return this rank's. Collective
@@ -139,6 +192,23 @@ class Topology:
         """Return the global ranks of every DP group."""
         return [list(range(t, self.world, self.tensor)) for t in range(self.tensor)]
 
+    def expert_members(self) -> list[list[int]]:
+        """Return the global ranks of every expert group: ranks of one TP rank and E DP ranks."""
+        size = self.expert
+        return [
+            ranks[first : first + size]
+            for ranks in self.data_members()
+            for first in range(0, self.data, size)
+        ]
+
+    def expert_data_members(self) -> list[list[int]]:
+        """Return the global ranks of every expert-data group, which have the same experts."""
+        return [
+            ranks[rank :: self.expert]
+            for ranks in self.data_members()
+            for rank in range(self.expert)
+        ]
+
     def seed(self, base: int, *, per_rank: bool) -> int:
         """Return the seed of one of the two random streams of dropout.
 
@@ -152,8 +222,8 @@ class Topology:
         return int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8], "little") >> 1
 
     def describe(self) -> str:
-        """Return the grid in words: `TP 2 × DP 2, SP`."""
-        return f"TP {self.tensor} × DP {self.data}" + (", SP" if self.sequence else "")
+        """Return the grid in words: `TP 2 × DP 4, SP, EP 2`."""
+        return describe_grid(self.tensor, self.data, self.sequence, self.expert)
 
     # Methods that DeepSpeed calls. Without one of them it falls back to world size 1 silently.
     def get_model_parallel_group(self) -> ProcessGroup | None:

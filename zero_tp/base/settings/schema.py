@@ -39,6 +39,11 @@ class Parallel(ConfigModel):
         "the TP ranks.",
         json_schema_extra={"default": "true when `parallel.tensor` > 1"},
     )
+    expert: Positive = Field(
+        1,
+        description="EP degree: replicas that share one set of a model's experts "
+        "([experts.md](experts.md#expert-parallelism)).",
+    )
 
 
 class MaskedObjective(ConfigModel):

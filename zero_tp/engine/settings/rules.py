@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.base.settings.resolve import leaves
 from zero_tp.base.validation import ConfigErrors
 from zero_tp.engine.settings import training_rules, zero_rules
@@ -13,7 +15,16 @@ from zero_tp.engine.settings.rule import Combination, Rule
 
 def refuse(config: Combination) -> None:
     """Raise a ConfigErrors with each refusal that applies to the config."""
-    errors = [rule.error for rule in rules(config) if rule.applies and rule.kind == "refused"]
+    _refuse(rules(config))
+
+
+def refuse_experts(settings: DeepSpeedSettings, expert: int) -> None:
+    """Raise a ConfigErrors with what is refused under expert parallelism of a degree."""
+    _refuse(zero_rules.expert_rules(settings, expert))
+
+
+def _refuse(judged: Iterable[Rule]) -> None:
+    errors = [rule.error for rule in judged if rule.applies and rule.kind == "refused"]
     if errors:
         raise ConfigErrors(errors)
 
@@ -51,5 +62,6 @@ def rules(config: Combination) -> list[Rule]:
         *training_rules.activation_rules(config),
         *zero_rules.offload_rules(config),
         *zero_rules.zero_rules(config.settings),
+        *zero_rules.expert_rules(config.settings, config.parallel.expert),
         *zero_rules.log_rules(config.settings),
     ]

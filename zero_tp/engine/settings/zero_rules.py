@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zero_tp.base.settings.deepspeed import ZERO, DeepSpeedSettings
+from zero_tp.base.settings.optimizer import Muon
 from zero_tp.engine.settings.rule import Combination, Rule, no_effect, note, refused
 from zero_tp.engine.zero.facts import uses_bf16_optimizer
 
@@ -138,6 +139,47 @@ def zero_rules(settings: DeepSpeedSettings) -> Iterator[Rule]:
     yield no_effect(
         _zero_keys(reduction, "reduce_bucket_size"), zero.stage == 0, "ZeRO-0 does not read it"
     )
+
+
+def expert_rules(settings: DeepSpeedSettings, expert: int) -> Iterator[Rule]:
+    """Yield rules about expert parallelism of a degree."""
+    zero = settings.zero_optimization
+    key = "zero_tp.parallel.expert"
+    optimizer = settings.optimizer
+    uses_muon = optimizer is not None and isinstance(optimizer.params, Muon)
+    divided = expert > 1
+    yield refused(
+        key,
+        divided and zero.stage == 0,
+        "at stage 0: no gradient norm there adds up the experts of several ranks; use "
+        "zero_optimization.stage 1 or 2",
+    )
+    yield refused(
+        key,
+        divided and zero.stage == 3,
+        "at stage 3: DeepSpeed gathers a parameter over all replicas, and these have other "
+        "experts; use zero_optimization.stage 1 or 2",
+    )
+    yield refused(
+        key,
+        divided and uses_muon,
+        'with optimizer.type "Muon": no run with it was compared with the plain model; use AdamW',
+    )
+    yield refused(
+        key,
+        divided and uses_bf16_optimizer(settings),
+        "at stage 1 with data_types.grad_accum_dtype fp32: no run with DeepSpeed's BF16_Optimizer "
+        "was compared; use stage 2",
+    )
+    for name, value in (
+        ("contiguous_gradients", zero.contiguous_gradients),
+        ("reduce_scatter", zero.reduce_scatter),
+    ):
+        yield refused(
+            f"{ZERO}.{name}",
+            divided and not value,
+            f"as false with {key}: DeepSpeed reduces experts in no other way; leave it out",
+        )
 
 
 def log_rules(settings: DeepSpeedSettings) -> Iterator[Rule]:

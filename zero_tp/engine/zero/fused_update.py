@@ -272,8 +272,7 @@ class FusedUpdate:
             return  # of a few small parameters this rank may have none
         flat = optimizer.single_partition_of_fp32_groups[group]
         state = self._state(flat)
-        rank = self._topology.data_rank
-        weights = optimizer.parallel_partitioned_bit16_groups[group][rank].detach()
+        weights = self._own_weights(group).detach()
         tensors = (flat.detach(), state["exp_avg"], state["exp_avg_sq"], weights)
         settings = optimizer.param_groups[group]
         count = self._count(group, state["step"])
@@ -297,10 +296,15 @@ class FusedUpdate:
         optimizer = self._optimizer
         flats = optimizer.single_partition_of_fp32_groups
         if self.change is not None and self.change(flats):
-            for flat, weights in zip(
-                flats, optimizer.parallel_partitioned_bit16_groups, strict=True
-            ):
-                weights[self._topology.data_rank].copy_(flat)
+            for group, flat in enumerate(flats):
+                self._own_weights(group).copy_(flat)
+
+    def _own_weights(self, group: int) -> Tensor:
+        """Return this rank's partition of a group's weights."""
+        # Of the DP group, or of the expert-data group.
+        rank = self._optimizer.real_dp_process_group[group].rank()
+        weights: Tensor = self._optimizer.parallel_partitioned_bit16_groups[group][rank]
+        return weights
 
     def _state(self, flat: Tensor) -> dict[str, Tensor]:
         """Return the optimizer's state of a partition, made as torch's AdamW makes it."""

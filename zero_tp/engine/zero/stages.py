@@ -25,11 +25,12 @@ from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of
 from torch import Tensor, nn
 
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
+from zero_tp.engine.zero.expert_groups import Trainable
 from zero_tp.engine.zero.facts import keeps_gradients_in_place, uses_bf16_optimizer
 from zero_tp.engine.zero.fragments import Fragment
 from zero_tp.engine.zero.fused_update import FusedUpdate
 from zero_tp.engine.zero.states import MASTER, OptimizerStates, StatesOnNVMe, partition_of
-from zero_tp.engine.zero.zero_engine import Trainable, ZeroEngine
+from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import COMPILED
 from zero_tp.parallel.gradients import clip_gradients, gradient_norm, sum_of_squares

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.base.settings.optimizer import Muon
 from zero_tp.base.settings.schedule import TRANSFORMERS_SCHEDULES
+from zero_tp.engine.zero.expert_groups import Trainable, expert_groups, split_by_group
 from zero_tp.engine.zero.facts import deepspeed_clips, keeps_gradients_in_place
 from zero_tp.engine.zero.fragments import Fragment
 from zero_tp.engine.zero.loss_scale import LossScale
@@ -26,8 +27,6 @@ from zero_tp.parallel.topology import Topology
 
 if TYPE_CHECKING:
     from zero_tp.model.parallel_model import ParallelModel
-
-Trainable = list[dict[str, Any]] | list[nn.Parameter] | torch.optim.Optimizer
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -87,8 +86,8 @@ class ZeroEngine(ABC):
         model: the unwrapped model. deepspeed_engine, optimizer, scheduler: results of
             `deepspeed.initialize`.
         loss_scale: of fp16; None in another dtype.
-        lock_step: all DP ranks must run the same number of forwards, because each forward gathers
-            over DP.
+        lock_step: all DP ranks must run the same number of forwards, because each forward
+            communicates over DP.
         veto: decides whether a step updates the weights.
         compiled: the update runs in compiled kernels, where a stage has some.
         native_schedule_start: DeepSpeed's schedules start where DeepSpeed starts them
@@ -107,6 +106,8 @@ class ZeroEngine(ABC):
     def __init__(self, settings: DeepSpeedSettings, topology: Topology):
         self.settings = settings
         self.topology = topology
+        # With expert parallelism each forward exchanges tokens over DP.
+        self.lock_step = type(self).lock_step or topology.expert > 1
         self._config = deepspeed_dict(settings, topology.data)
         self._scheduler = transformers_schedule(settings.scheduler)
         self.veto = StepVeto(topology)
@@ -132,7 +133,8 @@ class ZeroEngine(ABC):
         argument = (
             "optimizer" if isinstance(trainable, torch.optim.Optimizer) else "model_parameters"
         )
-        with without_compiler():
+        trainable = split_by_group(trainable, self.topology)
+        with without_compiler(), expert_groups(model, self.topology):
             self.deepspeed_engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
                 model=model,
                 config=self._config,

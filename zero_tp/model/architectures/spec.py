@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zero_tp.base.errors import ConfigError
+from zero_tp.parallel.topology import nearest_divisors
 
 MLP_MATRICES = {"mlp": 2, "xielu": 2, "gated": 3, "experts": 3}
 """Name of an MLP → the number of its matrices, or of one expert's: up, down, and a gate's."""
@@ -253,10 +254,12 @@ class TransformerSpec:
         if problem:
             raise ConfigError("zero_tp.training.qk_clip_threshold", problem, "leave it out")
 
-    def check(self, tensor: int) -> None:
-        """Check that TP can split the model. KV heads need not be a multiple of `tensor`
+    def check(self, tensor: int, expert: int = 1) -> None:
+        """Check that TP and EP can split the model. KV heads need not be a multiple of `tensor`
         (model/qkv.py).
         """
+        if expert > 1:
+            self._check_expert(expert)
         sizes = {"heads": self.heads, "MLP width": self.mlp_size if self.dense_layers else 0}
         if self.experts is not None:
             sizes |= {"expert width": self.experts.size, "shared expert width": self.experts.shared}
@@ -266,3 +269,13 @@ class TransformerSpec:
                 raise ConfigError(
                     "zero_tp.parallel.tensor", mismatch, f"use a tensor degree that divides {size}"
                 )
+
+    def _check_expert(self, expert: int) -> None:
+        key = "zero_tp.parallel.expert"
+        if self.experts is None:
+            raise ConfigError(key, f"{expert}, but the model has no experts", "leave it out")
+        count = self.experts.count
+        if count % expert:
+            near = nearest_divisors(expert, count)
+            problem = f"{count} experts do not divide over {expert} ranks"
+            raise ConfigError(key, problem, f"use {near}")

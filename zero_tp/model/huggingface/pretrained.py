@@ -167,14 +167,15 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
             "max_shard_size": str(max_shard_size),
         }
         shared["dtype"] = parse_dtype(dtype)
-        if state_dict is not None and self.topology.tensor > 1:
+        is_split = self.topology.tensor > 1 or self.topology.expert > 1
+        if state_dict is not None and is_split:
             raise UserError(
                 "save_pretrained: state_dict holds one rank's shards of a split model; leave it "
                 "out, and "
                 "call it on every rank"
             )
         # A shard's owner must take part, so one rank cannot write alone.
-        sharded = self.topology.tensor > 1 or any(
+        sharded = is_split or any(
             hasattr(parameter, "ds_tensor") for parameter in parameters.values()
         )
         if state_dict is None and (sharded or is_main_process is None):

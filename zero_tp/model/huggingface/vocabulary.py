@@ -44,7 +44,7 @@ class ResizedSource:
             return
         # Whole, because another vocabulary moves rows between ranks: of 10 tokens on TP 2 rank 0
         # has 0 to 4, of 12 it has 0 to 5.
-        rows = whole_parameter(old, topology.tensor_group)
+        rows = whole_parameter(old, topology)
         resized = rows.new_empty(tuple(whole))
         if self.by_mean:
             resized[:] = rows.double().mean(0)

@@ -49,8 +49,8 @@ from zero_tp.model.architectures.configs import CONFIG
 from zero_tp.model.weights.live_weights import gather_parameter
 from zero_tp.model.weights.load import native_model, stored_shapes
 from zero_tp.parallel.agreement import on_rank_zero
-from zero_tp.parallel.collectives import Group, all_gather, group_size
-from zero_tp.parallel.layout import Sharded, layout_of, whole_shape
+from zero_tp.parallel.collectives import all_gather
+from zero_tp.parallel.layout import Layout, Sharded, layout_of, whole_shape
 from zero_tp.parallel.safetensors_files import Entry, write_tensors
 from zero_tp.parallel.topology import Topology
 
@@ -108,22 +108,29 @@ def native_entries(
     ]
 
 
-def whole_parameter(parameter: Tensor, group: Group) -> Tensor:
+def whole_parameter(parameter: Tensor, topology: Topology) -> Tensor:
     """Return the whole tensor of a live parameter, on every rank.
 
-    Collective over the TP group, and over the DP group under ZeRO-3.
+    Collective over the TP group, of experts over the expert group, too; under ZeRO-3 over the DP
+    group.
     """
-    layout = layout_of(parameter)
-    local = gather_parameter(parameter)
-    if not isinstance(layout, Sharded) or group_size(group) == 1:
-        return layout.unshard([local])
-    return layout.unshard(list(all_gather(local.unsqueeze(0), group)))
+    return gather_shards(gather_parameter(parameter), layout_of(parameter), topology)
+
+
+def gather_shards(local: Tensor, layout: Layout, topology: Topology) -> Tensor:
+    """Return the whole of a tensor that is split as a layout says, on every rank. Collective."""
+    shards = local.unsqueeze(0)
+    if isinstance(layout, Sharded):
+        shards = all_gather(shards, topology.tensor_group)
+    if layout.experts > 1:
+        shards = all_gather(shards, topology.expert_group)
+    return layout.unshard(list(shards))
 
 
 def live_entries(
     parameters: Mapping[str, Tensor],
     config: PretrainedConfig,
-    group: Group,
+    topology: Topology,
     dtype: torch.dtype,
 ) -> list[Entry]:
     """Return every parameter of a live model under its Hugging Face name. Reading one is
@@ -131,7 +138,7 @@ def live_entries(
     """
     shapes = {name: whole_shape(parameter) for name, parameter in parameters.items()}
     return native_entries(
-        config, shapes, lambda name: whole_parameter(parameters[name], group), dtype
+        config, shapes, lambda name: whole_parameter(parameters[name], topology), dtype
     )
 
 
@@ -372,7 +379,7 @@ def save_pretrained(
         merge: see `write_native`.
     """
     stored_dtype = dtype or next(iter(parameters.values())).dtype
-    entries = live_entries(parameters, config, topology.tensor_group, stored_dtype)
+    entries = live_entries(parameters, config, topology, stored_dtype)
     # Every rank takes part in every gather, in the order in which rank 0 writes.
     # A generator, so that each gather happens when rank 0 writes its tensor, and one whole
     # parameter is in memory at a time. The plan depends on sizes and their order only, so

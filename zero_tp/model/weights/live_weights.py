@@ -48,7 +48,9 @@ class LiveSource:
             raise ValueError(
                 f"{name}: expected shape {tuple(whole)}, the model has {tuple(parameter.shape)}"
             )
-        local.copy_(layout.shard(parameter, topology.tensor_rank, topology.tensor))
+        local.copy_(
+            layout.shard(parameter, topology.tensor_rank, topology.tensor, topology.expert_rank)
+        )
 
 
 def gather_parameter(parameter: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ from zero_tp.model.architectures.configs import (
 )
 from zero_tp.model.weights.stacked_experts import unstack_experts
 from zero_tp.parallel.layout import Layout
-from zero_tp.parallel.parameter import Init, SeededInit
+from zero_tp.parallel.parameter import Init, SeededInit, whole_slice
 from zero_tp.parallel.safetensors_files import DTYPE_NAMES
 from zero_tp.parallel.spans import Index, Spans, overlaps, zero_padding
 from zero_tp.parallel.topology import Topology
@@ -172,14 +172,18 @@ class PretrainedSource:
         if weight.names[0] not in self.file_names:
             self._seeded_init.fill(local, name, whole, layout, init, topology)
             return
-        spans = layout.spans(whole, topology.tensor_rank, topology.tensor)
+        rank = topology.tensor_rank, topology.tensor, topology.expert_rank
+        spans = layout.spans(whole, *rank)
         # The last ranks' rows beyond the vocabulary are in no file, and `local` is uninitialised.
         zero_padding(local, spans)
-        # Files have one tensor an expert, our parameter all of them: expert e is read into
-        # `local[e]`. TP splits each matrix, so the first dimension's map is that of everything.
-        matrices = local if weight.experts else [local]
-        for matrix, target in zip(weight.matrices(), matrices, strict=True):
-            self._read(target, matrix, spans[1:] if weight.experts else spans)
+        if weight.experts:
+            # Files have one tensor an expert, our parameter a rank's experts: TP splits each
+            # matrix, and expert parallelism their number.
+            own = list(weight.matrices())[whole_slice(spans[0])]
+            for matrix, target in zip(own, local, strict=True):
+                self._read(target, matrix, spans[1:])
+        else:
+            self._read(local, weight, spans)
         # Each rank checks the slices that it has read; none reads a whole file.
         if not is_finite(local):
             raise non_finite_error(self.directory, ", ".join(weight.names), local)

@@ -44,7 +44,7 @@ def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrai
     config = model_config(zero_tp.model, saved)
     spec = architecture_of(config).spec(config)
     _check_objective(zero_tp, spec, config)
-    spec.check(zero_tp.parallel.tensor)
+    spec.check(zero_tp.parallel.tensor, zero_tp.parallel.expert)
     _check_length(zero_tp, spec.positions, config)
     if zero_tp.attention == "flex_attention" and spec.score_cap is None:
         problem = f'"flex_attention" is for a soft cap of scores; a {config.model_type} has none'

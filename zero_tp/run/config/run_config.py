@@ -36,7 +36,7 @@ from zero_tp.base.weight_files import is_cached, is_hub_name, pin_commit, pin_to
 from zero_tp.engine.settings.parse import parse_settings
 from zero_tp.engine.settings.rule import Combination
 from zero_tp.engine.settings.rules import notes, refuse
-from zero_tp.parallel.topology import data_parallel_size
+from zero_tp.parallel.topology import check_expert_size, data_parallel_size
 from zero_tp.run.config.model_block import (
     FROM_PRETRAINED,
     check_model,
@@ -333,6 +333,7 @@ def _check_keys(
     if zero_tp is not None and world_size is not None:
         with collector:
             data = data_parallel_size(world_size, zero_tp.parallel.tensor)
+            check_expert_size(zero_tp.parallel.expert, data)
     # A sum of batch sizes that are wrong by themselves would only repeat their errors.
     if not any(error.key.partition(".")[0] in BATCH_FIELDS for error in collector.errors):
         with collector:

@@ -31,6 +31,7 @@ def connect(
     tensor: int = 1,
     sequence: bool = False,
     *,
+    expert: int = 1,
     timeout: timedelta = TIMEOUT,
     start_timeout: timedelta = TIMEOUT,
 ) -> tuple[Topology, torch.device]:
@@ -46,7 +47,7 @@ def connect(
             variables give it.
         device_type: torch's name of it, `cuda` or `cpu`; by default that of DeepSpeed's
             accelerator.
-        tensor, sequence: the TP degree, and whether SP is on.
+        tensor, sequence, expert: the TP degree, whether SP is on, and the EP degree.
         timeout: limit of one collective.
         start_timeout: limit of the wait for ranks that still read their inputs.
 
@@ -85,7 +86,7 @@ def connect(
     dist.init_process_group(
         dist.get_default_backend_for_device(device), timeout=timeout, device_id=bound_device
     )
-    return Topology(tensor, sequence, timeout=timeout), device
+    return Topology(tensor, sequence, expert=expert, timeout=timeout), device
 
 
 def rank_device(environment: RankEnvironment, device_type: str) -> torch.device:
@@ -145,6 +146,7 @@ def connect_deepspeed(
         device_type,
         parallel.tensor,
         parallel.sequence,
+        expert=parallel.expert,
         timeout=timedelta(minutes=limits.longest) + margin,
         start_timeout=START_TIMEOUT
         if limits.start is None
