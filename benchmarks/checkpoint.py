@@ -39,7 +39,7 @@ from zero_tp.engine.zero.ops import disable_shared_memory_collectives
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint import directory
 from zero_tp.run.checkpoint.find import find_checkpoint, verify_checkpoint
-from zero_tp.run.checkpoint.reader import CheckpointReader
+from zero_tp.run.checkpoint.reader import CheckpointReader, Place
 from zero_tp.run.checkpoint.save import run_saver
 from zero_tp.run.checkpoint.start_point import Resume
 from zero_tp.run.config import RunConfig
@@ -334,7 +334,7 @@ def resharding_memory(folder: Path, rounds: int) -> dict[str, Any]:
     begin = time.perf_counter()
     for name, parameter in described.items():
         for kind in kinds:
-            piece = reader.piece(name, kind, parameter, 3, 4)
+            piece = reader.piece(name, kind, parameter, Place(3, 4))
             peak = max(peak, anonymous_bytes() - before)
             del piece
     seconds = time.perf_counter() - begin

@@ -77,7 +77,7 @@ def engine_of(config: RunConfig, **options: Any) -> Any:
     run, hf_config = config.zero_tp, config.hf_config()
     if config.pretrained is not None:
         options.setdefault("source", PretrainedSource(config.pretrained, hf_config))
-    topology = grid(run.parallel.tensor, run.parallel.sequence)
+    topology = grid(run.parallel.tensor, run.parallel.sequence, run.parallel.expert)
     options = {
         "seed": run.training.seed,
         "param_groups": run.param_groups,

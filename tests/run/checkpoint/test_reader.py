@@ -4,6 +4,7 @@ have some of it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import tempfile
@@ -26,7 +27,13 @@ from zero_tp.run.checkpoint.manifest import (
     ShardedParameter,
     states_file,
 )
-from zero_tp.run.checkpoint.reader import STARTS, CheckpointReader, ParameterLayout, tensor_name
+from zero_tp.run.checkpoint.reader import (
+    STARTS,
+    CheckpointReader,
+    ParameterLayout,
+    Place,
+    tensor_name,
+)
 
 NAME = "layers.0.weight"
 
@@ -45,12 +52,12 @@ def reader_of(folder: Path, parameter: ParameterLayout, tensor: int, data: int) 
 
 
 def saved(folder: Path, whole: Tensor, layout: Layout, tensor: int, data: int) -> CheckpointReader:
-    """Write a parameter as `tensor` × `data` ranks hold it, in runs of each TP shard → a reader."""
-    for tensor_rank in range(tensor):
+    """Write a parameter as `tensor` × `data` ranks hold it, in runs of each shard → a reader."""
+    for tensor_rank, expert_rank in itertools.product(range(tensor), range(layout.experts)):
         start = 0
-        for data_rank, fragment in enumerate(
-            layout.shard(whole, tensor_rank, tensor).flatten().tensor_split(data)
-        ):
+        shard = layout.shard(whole, tensor_rank, tensor, expert_rank).flatten()
+        for number, fragment in enumerate(shard.tensor_split(data // layout.experts)):
+            data_rank = number * layout.experts + expert_rank
             tensors = {tensor_name(NAME, MASTER): fragment.clone()} if len(fragment) else {}
             starts = {NAME: start} if len(fragment) else {}
             save_file(
@@ -85,24 +92,27 @@ def test_any_piece_is_what_another_topology_holds(data: st.DataObject) -> None:
         reader = saved(Path(folder), whole, before, old, data.draw(st.integers(1, 4), "replicas"))
         elements = slice(start, start + numel)
         wanted = ParameterLayout(after, tuple(shape))
-        found = reader.piece(NAME, MASTER, wanted, rank, new, elements)
+        found = reader.piece(NAME, MASTER, wanted, Place(rank, new), elements)
         assert torch.equal(found, expected[elements])
-        assert torch.equal(reader.piece(NAME, MASTER, wanted, rank, new), expected)
+        assert torch.equal(reader.piece(NAME, MASTER, wanted, Place(rank, new)), expected)
 
 
 @given(st.data())
 def test_a_layout_may_split_another_dimension(data: st.DataObject) -> None:
-    """As experts are split where a TP layout split their rows."""
+    """As experts are split where a TP layout split their rows, and over any expert ranks."""
     whole = torch.arange(1.0, 1 + 4 * 6 * 2).reshape(4, 6, 2)
-    layouts = (Sharded(0, (4,)), Sharded(1, (4, 2)), Sharded(2, (2,)))
+    divided = [Sharded(1, (4, 2), experts=experts) for experts in (1, 2, 4)]
+    layouts = (Sharded(0, (4,)), *divided, Sharded(2, (2,), experts=2))
     before, after = (data.draw(st.sampled_from(layouts), which) for which in ("before", "after"))
-    expected = after.shard(whole, 1, 2).flatten()
+    expert_rank = data.draw(st.integers(0, after.experts - 1), "expert rank")
+    expected = after.shard(whole, 1, 2, expert_rank).flatten()
     start = data.draw(st.integers(0, len(expected) - 1), "start")
     elements = slice(start, data.draw(st.integers(start + 1, len(expected)), "stop"))
     with tempfile.TemporaryDirectory() as folder:
-        reader = saved(Path(folder), whole, before, 2, 3)
+        replicas = before.experts * data.draw(st.integers(1, 3), "replicas")
+        reader = saved(Path(folder), whole, before, 2, replicas)
         wanted = ParameterLayout(after, (4, 6, 2))
-        found = reader.piece(NAME, MASTER, wanted, 1, 2, elements)
+        found = reader.piece(NAME, MASTER, wanted, Place(1, 2, expert_rank), elements)
         assert torch.equal(found, expected[elements])
 
 
@@ -119,8 +129,8 @@ def test_only_files_that_hold_some_of_a_piece_are_read(
         for data_rank in range(2):
             (tmp_path / states_file(tensor_rank, data_rank)).unlink()
     wanted = ParameterLayout(layout, (16, 16))
-    found = reader.piece(NAME, MASTER, wanted, rank, size)
+    found = reader.piece(NAME, MASTER, wanted, Place(rank, size))
     assert torch.equal(found, layout.shard(whole, rank, size).flatten())
     (tmp_path / states_file(max(holders), 1)).unlink()
     with pytest.raises(Damaged):
-        reader_of(tmp_path, wanted, 4, 2).piece(NAME, MASTER, wanted, rank, size)
+        reader_of(tmp_path, wanted, 4, 2).piece(NAME, MASTER, wanted, Place(rank, size))

@@ -22,6 +22,7 @@ from zero_tp.base.settings.optimizer import IMPLEMENTATION
 from zero_tp.base.settings.removed import drop_removed_keys
 from zero_tp.base.validation import ConfigModel, Count, Positive, validate
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
+from zero_tp.parallel.topology import describe_grid
 
 if TYPE_CHECKING:
     from zero_tp.run.config import RunConfig
@@ -62,7 +63,7 @@ class ManifestFile(ConfigModel):
 
 
 class ShardedParameter(ConfigModel):
-    """A parameter split over TP (`parallel.layout.Sharded`).
+    """A parameter split over TP, and experts over expert ranks (`parallel.layout.Sharded`).
 
     `shape` is that of the whole parameter.
     """
@@ -71,6 +72,7 @@ class ShardedParameter(ConfigModel):
     dim: Count
     parts: list[Count]
     padded: bool
+    experts: Positive = 1
     shape: list[Count]
 
 
@@ -125,7 +127,7 @@ class Manifest(ConfigModel):
     """The description of one checkpoint.
 
     Attributes:
-        tensor … dtype: see `Parallelism`.
+        tensor … dtype, expert: see `Parallelism`.
         model, generation: Hugging Face's configs.
         kinds: names of the parameters' tensors: the master and the optimizer's states. Under Muon
             a parameter has those of its own kind only.
@@ -158,6 +160,7 @@ class Manifest(ConfigModel):
     versions: dict[str, str]
     parent: Parent | None = None
     config: dict[str, Any]
+    expert: Positive = 1
     files: dict[str, ManifestFile]
     sha256: Digest
 
@@ -207,6 +210,7 @@ class Parallelism(NamedTuple):
     sequence: bool
     zero_stage: int
     dtype: str
+    expert: int = 1
 
     @classmethod
     def of(cls, config: RunConfig) -> Parallelism:
@@ -217,6 +221,7 @@ class Parallelism(NamedTuple):
             parallel.sequence,
             config.zero_stage,
             config.dtype,
+            parallel.expert,
         )
 
     @classmethod
@@ -224,9 +229,9 @@ class Parallelism(NamedTuple):
         return cls(*(getattr(manifest, name) for name in cls._fields))
 
     def __str__(self) -> str:
-        """Return it as `TP 2 × DP 2, SP, ZeRO-2, bf16`."""
-        sequence = ", SP" if self.sequence else ""
-        return f"TP {self.tensor} × DP {self.data}{sequence}, ZeRO-{self.zero_stage}, {self.dtype}"
+        """Return it as `TP 2 × DP 2, SP, EP 2, ZeRO-2, bf16`."""
+        grid = describe_grid(self.tensor, self.data, self.sequence, self.expert)
+        return f"{grid}, ZeRO-{self.zero_stage}, {self.dtype}"
 
 
 def fixed_settings(config: RunConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -58,26 +58,49 @@ class ParameterLayout:
     def from_manifest(cls, entry: ShardedParameter | ReplicatedParameter) -> ParameterLayout:
         shape = tuple(entry.shape)
         if isinstance(entry, ShardedParameter):
-            return cls(Sharded(entry.dim, tuple(entry.parts), entry.padded), shape)
+            layout = Sharded(entry.dim, tuple(entry.parts), entry.padded, entry.experts)
+            return cls(layout, shape)
         return cls(Replicated(entry.gradient), shape)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "layout": type(self.layout).__name__,
-            **vars(self.layout),
-            "shape": list(self.shape),
-        }
+        fields = dict(vars(self.layout))
+        if self.layout.experts == 1:
+            fields.pop("experts", None)  # which earlier versions do not read
+        return {"layout": type(self.layout).__name__, **fields, "shape": list(self.shape)}
 
-    def spans(self, rank: int, size: int) -> tuple[Spans, ...]:
-        """Return the map between the parameter and a TP rank's shard, along each dimension:
+    def spans(self, place: Place) -> tuple[Spans, ...]:
+        """Return the map between the parameter and a rank's shard, along each dimension:
         `Layout.spans` of parallel/layout.py.
         """
-        return _spans(self.layout, self.shape, rank, size)
+        return _spans(self.layout, self.shape, place)
+
+
+class Place(NamedTuple):
+    """Which shard of a parameter: a TP rank of `size`, and of experts an expert rank."""
+
+    rank: int
+    size: int
+    expert_rank: int = 0
+
+    @classmethod
+    def of(cls, topology: Topology) -> Place:
+        return cls(topology.tensor_rank, topology.tensor, topology.expert_rank)
 
 
 @cache  # a parameter is read once for its master and once for each moment
-def _spans(layout: Layout, shape: tuple[int, ...], rank: int, size: int) -> tuple[Spans, ...]:
-    return layout.spans(shape, rank, size)
+def _spans(layout: Layout, shape: tuple[int, ...], place: Place) -> tuple[Spans, ...]:
+    return layout.spans(shape, *place)
+
+
+class SavedShard(NamedTuple):
+    """A saved shard of a parameter, whose fragments are in the files of one TP rank's DP ranks.
+
+    Of experts that were divided over expert ranks, each `experts`-th of these DP ranks has a part.
+    """
+
+    tensor_rank: int
+    expert_rank: int
+    experts: int
 
 
 class StatesFile:
@@ -141,7 +164,7 @@ class CheckpointReader:
         # With more replicas than the saved run had, the later ones begin with the last file.
         self._preferred_rank = min(data_rank, self.data - 1)
         self._files: dict[tuple[int, int], StatesFile] = {}
-        self._fragments: dict[int, dict[str, list[tuple[int, StatesFile]]]] = {}
+        self._fragments: dict[SavedShard, dict[str, list[tuple[int, StatesFile]]]] = {}
 
     def _file(self, tensor_rank: int, data_rank: int) -> StatesFile:
         ranks = tensor_rank, data_rank
@@ -149,20 +172,29 @@ class CheckpointReader:
             self._files[ranks] = StatesFile(self.directory / states_file(*ranks))
         return self._files[ranks]
 
-    def _fragments_of(self, name: str, tensor_rank: int) -> list[tuple[int, StatesFile]]:
-        """Return (first element, file) of each fragment of a TP rank's shard, in order.
+    def _fragments_of(self, name: str, shard: SavedShard) -> list[tuple[int, StatesFile]]:
+        """Return (first element, file) of each fragment of a saved shard, in order.
 
-        It opens the files of all DP ranks, so only if the preferred file is not enough.
+        It opens the files of all DP ranks that have a part of it, so only if the preferred file is
+        not enough.
         """
-        if tensor_rank not in self._fragments:
+        if shard not in self._fragments:
             by_parameter: dict[str, list[tuple[int, StatesFile]]] = {}
-            for file in (self._file(tensor_rank, data_rank) for data_rank in range(self.data)):
+            ranks = range(shard.expert_rank, self.data, shard.experts)
+            for file in (self._file(shard.tensor_rank, data_rank) for data_rank in ranks):
                 for parameter, first in file.starts.items():
                     by_parameter.setdefault(parameter, []).append((first, file))
             for fragments in by_parameter.values():
                 fragments.sort(key=itemgetter(0))
-            self._fragments[tensor_rank] = by_parameter
-        return self._fragments[tensor_rank].get(name, [])
+            self._fragments[shard] = by_parameter
+        return self._fragments[shard].get(name, [])
+
+    def _preferred_file(self, shard: SavedShard) -> StatesFile:
+        """Return the file that is read first for a saved shard."""
+        # The DP ranks that have a part of it are `expert_rank`, `expert_rank + experts`, …
+        number = self._preferred_rank // shard.experts
+        data_rank = number * shard.experts + shard.expert_rank
+        return self._file(shard.tensor_rank, data_rank)
 
     def fill(
         self,
@@ -184,7 +216,7 @@ class CheckpointReader:
                 else f"shape {saved.shape}, expected {wanted.shape}"
             )
             raise UserError(f"{self.directory}: {name}: {problem}")
-        piece = self.piece(name, MASTER, wanted, topology.tensor_rank, topology.tensor)
+        piece = self.piece(name, MASTER, wanted, Place.of(topology))
         local.copy_(piece.view(local.shape))
 
     def piece(
@@ -192,11 +224,10 @@ class CheckpointReader:
         name: str,
         kind: str,
         wanted: ParameterLayout,
-        rank: int,
-        size: int,
+        place: Place,
         elements: slice | None = None,
     ) -> Tensor:
-        """Return elements of the flattened shard of TP rank `rank` of `size`, fp32 [numel].
+        """Return elements of the flattened shard of a place, fp32 [numel].
 
         A fused QKV of 4 + 2 + 2 rows, saved at TP 2. At TP 1 a ZeRO fragment wants the rows 1 to 5:
 
@@ -208,18 +239,23 @@ class CheckpointReader:
         Only these rows are read, from the files that have them.
 
         Args:
-            wanted: the parameter's layout at that TP size, with the same whole shape.
+            wanted: the parameter's layout there, with the same whole shape.
             elements: by default all.
         """
-        shard = wanted.spans(rank, size)
+        shard = wanted.spans(place)
         shape = [along.local_length for along in shard]
         start, stop, _ = (elements or slice(None)).indices(math.prod(shape))
-        # At the same TP size the rank's own file; else rank 0's, which is enough for a replica.
-        nearest = rank if size == self.tensor else 0
+        saved = self.parameters[name]
+        # At the same sizes the rank's own file; else rank 0's, which is enough for a replica.
+        rank = place.rank if place.size == self.tensor else 0
+        same_experts = saved.layout.experts == wanted.layout.experts
+        expert_rank = place.expert_rank if same_experts else 0
         # Equal maps need no reshaping: the wanted elements are consecutive in one saved shard. So
-        # it is at the same TP size, and for a replicated parameter at any.
-        if self.parameters[name].spans(nearest, self.tensor) == shard:
-            return self._elements(name, kind, nearest, start, stop)
+        # it is at the same sizes, and for a replicated parameter at any.
+        if saved.spans(Place(rank, self.tensor, expert_rank)) == shard:
+            return self._elements(
+                name, kind, self._saved_shard(name, rank, expert_rank), start, stop
+            )
         return self._reshaped(name, kind, shard, start, stop)
 
     def _reshaped(
@@ -232,20 +268,29 @@ class CheckpointReader:
         index, offset = enclosing_block(shape, start, stop)
         target = [along.narrow(rows) for along, rows in zip(shard, index, strict=True)]
         block = torch.zeros([along.local_length for along in target])  # padding stays zero
-        for source, saved_rank in self._holders(name).items():
+        for source, saved_shard in self._holders(name).items():
             for saved_index, block_index in overlaps(source, target):
-                block[block_index] = self._block(name, kind, saved_rank, saved_index)
+                block[block_index] = self._block(name, kind, saved_shard, saved_index)
         return block.flatten()[offset : offset + stop - start]
 
-    def _holders(self, name: str) -> dict[tuple[Spans, ...], int]:
+    def _holders(self, name: str) -> dict[tuple[Spans, ...], SavedShard]:
         """Return each saved shard's map along each dimension → the first TP rank that has it."""
         saved = self.parameters[name]
         # Ranks with equal maps hold the same elements: all ranks, of a replicated parameter.
         # Reversed, because the last entry of a key stays: the first rank.
-        ranks = reversed(range(self.tensor))
-        return {saved.spans(rank, self.tensor): rank for rank in ranks}
+        return {
+            saved.spans(Place(rank, self.tensor, expert_rank)): self._saved_shard(
+                name, rank, expert_rank
+            )
+            for expert_rank in range(saved.layout.experts)
+            for rank in reversed(range(self.tensor))
+        }
 
-    def _block(self, name: str, kind: str, saved_rank: int, index: Index) -> Tensor:
+    def _saved_shard(self, name: str, tensor_rank: int, expert_rank: int) -> SavedShard:
+        experts = self.parameters[name].layout.experts
+        return SavedShard(tensor_rank, expert_rank % experts, experts)
+
+    def _block(self, name: str, kind: str, shard: SavedShard, index: Index) -> Tensor:
         """Return a block of a saved shard as a view of the elements from its first to its last.
 
         The block [0:2, 1:3] of a shard [3, 4]:
@@ -259,15 +304,16 @@ class CheckpointReader:
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         first = sum(rows.start * stride for rows, stride in zip(index, strides, strict=True))
         last = sum((rows.stop - 1) * stride for rows, stride in zip(index, strides, strict=True))
-        elements = self._elements(name, kind, saved_rank, first, last + 1)
+        elements = self._elements(name, kind, shard, first, last + 1)
         return elements.as_strided([rows.stop - rows.start for rows in index], strides)
 
     def whole(self, name: str, kind: str = MASTER) -> Tensor:
         """Return the whole parameter's master or state, without padding, fp32."""
         shape = self.parameters[name].shape
-        return self.piece(name, kind, ParameterLayout(Replicated(), shape), 0, 1).view(shape)
+        wanted = ParameterLayout(Replicated(), shape)
+        return self.piece(name, kind, wanted, Place(0, 1)).view(shape)
 
-    def _elements(self, name: str, kind: str, tensor_rank: int, start: int, stop: int) -> Tensor:
+    def _elements(self, name: str, kind: str, shard: SavedShard, start: int, stop: int) -> Tensor:
         """Return elements of a saved shard from the files of the DP ranks that have them.
 
         Elements [2, 9) of a shard of 10, saved by DP 3 in fragments that start at 0, 4 and 8:
@@ -279,9 +325,9 @@ class CheckpointReader:
         """
         # On the grid that saved the checkpoint this file has everything, and no other one is
         # opened. `verify_checkpoint` has just read it, so it is in the page cache.
-        pieces = [self._file(tensor_rank, self._preferred_rank).elements(name, kind, start, stop)]
+        pieces = [self._preferred_file(shard).elements(name, kind, start, stop)]
         position = start + len(pieces[0])
-        fragments = self._fragments_of(name, tensor_rank) if position < stop else []
+        fragments = self._fragments_of(name, shard) if position < stop else []
         while position < stop:
             # The last fragment that begins at or before the position. -1, if all begin later,
             # becomes 0: that file then gives nothing, which is reported below.

@@ -48,7 +48,7 @@ from zero_tp.run.checkpoint.parent import (
     describe_parent,
     inherits_states,
 )
-from zero_tp.run.checkpoint.reader import RANDOM, CheckpointReader, ParameterLayout
+from zero_tp.run.checkpoint.reader import RANDOM, CheckpointReader, ParameterLayout, Place
 from zero_tp.run.config import RunConfig
 
 if TYPE_CHECKING:
@@ -315,6 +315,7 @@ def _read_states(
     """
     states = zero.states()
     topology = zero.topology
+    place = Place.of(topology)
     # All kinds of one parameter after each other: its maps are cached, and in the file its tensors
     # follow each other.
     pieces = [
@@ -325,12 +326,12 @@ def _read_states(
     ]
     disable = None if topology.rank == 0 else True
     for fragment, kind in tqdm(pieces, "resuming", unit="tensor", disable=disable, leave=False):
-        place = (wanted[fragment.name], topology.tensor_rank, topology.tensor)
-        piece = reader.piece(fragment.name, kind, *place, fragment.span.whole)
+        parameter = wanted[fragment.name]
+        piece = reader.piece(fragment.name, kind, parameter, place, fragment.span.whole)
         # The tensor is made here if the optimizer has not stepped.
         states.get(fragment, kind).copy_(piece)
     for name, buffer in stored_buffers(zero.model):
-        piece = reader.piece(name, MASTER, wanted[name], topology.tensor_rank, topology.tensor)
+        piece = reader.piece(name, MASTER, wanted[name], place)
         buffer.copy_(piece.view(buffer.shape))
 
 
