@@ -60,7 +60,7 @@ class _Gate(torch.autograd.Function):
         output: Tensor = ops.map_rows(
             _gated, (intermediate.reshape(-1, intermediate.shape[-1]),), function
         )
-        return output.view(*intermediate.shape[:-1], -1)
+        return output.view(*intermediate.shape[:-1], output.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
