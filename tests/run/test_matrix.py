@@ -10,27 +10,20 @@ each was.
 
 from __future__ import annotations
 
-import math
-import statistics
 from pathlib import Path
 
 import pytest
 
-from tests.support.closeness import first_decided
 from tests.support.families import EXPERTS
 from tests.support.matrix import (
     FACTORS,
-    WORLD,
     Cell,
     chosen_cells,
-    describe,
     families,
     first_cells,
-    write_config,
 )
-from tests.support.matrix_distances import distances, micro_batches_of
-from tests.support.parallel_run import train
-from tests.support.pools import Pools, RankError
+from tests.support.matrix_runs import failures_of
+from tests.support.pools import Pools
 from tests.tiers import THOROUGH
 
 GRIDS = [(tensor, sequence) for tensor in FACTORS["tensor"] for sequence in FACTORS["sequence"]]
@@ -86,46 +79,7 @@ def train_and_compare(
 ) -> None:
     """Train the cells and compare each with the plain model of its family."""
     assert cells
-    failures = []
+    failures: list[str] = []
     for cell in cells:
-        family = family_of[cell]
-        try:
-            far = middle_distances(ranks, run_seed, tmp_path, cell, family)
-        except RankError as error:
-            failures.append(f"{describe(cell, family)}: {error}")
-            continue
-        # Written so that nan is too far.
-        off = [f"{name} {distance:.2f}" for name, distance in far.items() if not distance <= 1]
-        if off:
-            failures.append(f"{describe(cell, family)}: × what is allowed: {', '.join(off)}")
+        failures += failures_of(ranks, run_seed, tmp_path, cell, family_of[cell])
     assert not failures, f"{len(failures)} of {len(cells)} cells:\n" + "\n".join(failures)
-
-
-def middle_distances(
-    ranks: Pools, seed: int, folder: Path, cell: Cell, family: str
-) -> dict[str, float]:
-    """The distances of a cell; if a bf16 run is too far, the medians over its model and two more.
-
-    In 16 bit a few tokens of a model can be a large part of all rounding: measured, the biases of
-    one layer were at 1.8 times the plain runs' distance with one batch, at 0.8 to 1.3 with four
-    others. A mistake stays with the model.
-    """
-    runs: list[dict[str, float]] = []
-    if exact := cell[list(FACTORS).index("dtype")] == "fp32":
-        seed = first_decided(seed, family, micro_batches_of(cell))
-    for other in range(3):
-        traces = ranks(WORLD).run(train, write_config(cell, folder, seed + other, family))
-        runs.append(distances(cell, traces, seed + other, family))
-        far = runs[-1]
-        farthest = max(far, key=lambda name: far[name])
-        print(
-            f"\n{describe(cell, family)}: {farthest} {far[farthest]:.2f} × what is allowed", end=""
-        )
-        if exact or (other == 0 and all(d <= 1 for d in far.values())):
-            break
-    names = dict.fromkeys(name for run in runs for name in run)
-    of_each = {name: [run.get(name, 0.0) for run in runs] for name in names}
-    return {
-        name: statistics.median(values) if all(map(math.isfinite, values)) else math.inf
-        for name, values in of_each.items()
-    }

@@ -124,9 +124,15 @@ def config_of(cell: Cell, seed: int = 0, family: str = "gpt2") -> dict[str, Any]
     )
 
 
-def write_config(cell: Cell, folder: Path, seed: int = 0, family: str = "gpt2") -> Path:
+def write_config(
+    cell: Cell,
+    folder: Path,
+    seed: int = 0,
+    family: str = "gpt2",
+    changes: Changes | None = None,
+) -> Path:
     path = folder / "run.json"
-    path.write_text(json.dumps(config_of(cell, seed, family)))
+    path.write_text(json.dumps(with_changes(config_of(cell, seed, family), changes or {})))
     return path
 
 
