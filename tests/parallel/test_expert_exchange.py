@@ -65,7 +65,7 @@ def dispatched(sizes: Sizes) -> tuple[list[int], list[list[int]], list[list[int]
     ],
 )
 def test_rows_reach_their_experts_and_come_back(ranks: Pools, sizes: Sizes) -> None:
-    found = ranks(WORLD).run(dispatched, sizes)
+    found = ranks(WORLD).run(dispatched, sizes, timeout=20)
     local = EXPERTS // WORLD
     for rank, (ends, arrived, back, own) in enumerate(found):
         experts = range(rank * local, (rank + 1) * local)
