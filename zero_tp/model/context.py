@@ -23,7 +23,7 @@ from zero_tp.model.router_balance import ChoiceCount, RouterBalance
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from zero_tp.model.moe import Route
+    from zero_tp.parallel.grouped_linear import Route
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ operators of arXiv 1909.08053 and 2205.05198.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,7 @@ from zero_tp.parallel.collectives import (
 from zero_tp.parallel.expert_exchange import AllToAllExperts, LocalExperts
 from zero_tp.parallel.grouped_linear import (
     ColumnParallelGroupedLinear,
+    Route,
     Routing,
     RowParallelGroupedLinear,
     dispatch_tokens,
@@ -273,18 +274,6 @@ class SharedExpert(GatedMLP):
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
         return F.linear(tensor, self.gate).sigmoid() * super().forward(tensor, context=context)
-
-
-class Route(NamedTuple):
-    """Where the rows of a layer's tokens go.
-
-    Attributes:
-        chosen: indices of each token's experts, int64 [n, k].
-    """
-
-    chosen: Tensor
-    routing: Routing
-    experts: LocalExperts
 
 
 class Experts(nn.Module):

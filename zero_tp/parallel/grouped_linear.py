@@ -75,6 +75,18 @@ class Routing(NamedTuple):
         return self.copy_of_row // self.row_of_copy.shape[1]
 
 
+class Route(NamedTuple):
+    """Where the rows of a layer's tokens go.
+
+    Attributes:
+        chosen: indices of each token's experts, int64 [n, k].
+    """
+
+    chosen: Tensor
+    routing: Routing
+    experts: LocalExperts
+
+
 def _has_grouped_kernel(*operands: Tensor) -> bool:
     """Return whether `F.grouped_mm` takes the operands: rows of a multiple of 16 bytes; fake
     ones must be bf16.
