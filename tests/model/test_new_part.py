@@ -1,5 +1,5 @@
-"""The part of examples/layer_norm_1p.py computes what transformers' class does, on whole rows and
-on shards.
+"""The part of examples/layer_norm_1p.py and the library's own compute what transformers' class
+does, on whole rows and on shards.
 
 Every layer, also a new one, names for recomputation the modules that its norms feed.
 """
@@ -27,14 +27,14 @@ from zero_tp.parallel.topology import Topology
 LENGTH, BATCH, HIDDEN, EPSILON = 4, 3, 8, 1e-6
 
 
-def results(sequence: bool) -> dict[str, Tensor]:
+def results(name: str, sequence: bool) -> dict[str, Tensor]:
     """Return output, and gradients of input and weight, whole."""
     code = (ROOT / "examples" / "layer_norm_1p.py").read_text()
     with patch.dict(NORMS):
         exec(code, {})
         topology = grid(2, sequence)
         weight, bias, rows, upstream = drawn()
-        norm: Any = NORMS["layer_norm_1p"](
+        norm: Any = NORMS[name](
             maker(topology, weight=weight, bias=bias), HIDDEN, EPSILON, sharded_input=sequence
         )
     GradientHooks(norm, topology.tensor_group)
@@ -60,12 +60,12 @@ def drawn() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return weight, bias, *torch.randn(2, LENGTH, BATCH, HIDDEN, generator=draw)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_the_norm_of_the_page_is_nemotrons(ranks: Pools, sequence: bool) -> None:
+def nemotrons(dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same of transformers' norm."""
     from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
-    weight, bias, rows, upstream = drawn()
-    norm = NemotronLayerNorm1P(HIDDEN, EPSILON)
+    weight, bias, rows, upstream = (tensor.to(dtype) for tensor in drawn())
+    norm = NemotronLayerNorm1P(HIDDEN, EPSILON, dtype=dtype)
     norm.weight.data.copy_(weight)
     norm.bias.data.copy_(bias)
     rows = leaf(rows)
@@ -73,9 +73,27 @@ def test_the_norm_of_the_page_is_nemotrons(ranks: Pools, sequence: bool) -> None
     output.backward(upstream)
     assert rows.grad is not None
     gradients = {"rows": rows.grad, "weight": norm.weight.grad, "bias": norm.bias.grad}
-    expected = {"output": output.detach(), **gradients}
-    for found in ranks(2).run(results, sequence):
+    return {"output": output.detach(), **gradients}
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", ["layer_norm_1p", "offset_layer_norm"])
+def test_the_norm_is_nemotrons(ranks: Pools, name: str, sequence: bool) -> None:
+    expected = nemotrons(torch.float32)
+    for found in ranks(2).run(results, name, sequence):
         check_close(found, expected)
+
+
+def test_the_norm_rounds_as_nemotrons() -> None:
+    weight, bias, rows, upstream = (tensor.bfloat16() for tensor in drawn())
+    make = maker(Topology(world=1), torch.bfloat16, weight=weight, bias=bias)
+    norm: Any = NORMS["offset_layer_norm"](make, HIDDEN, EPSILON, sharded_input=False)
+    rows = leaf(rows)
+    output = norm(rows)
+    output.backward(upstream)
+    found = {"output": output, "rows": rows.grad, "weight": norm.weight.grad}
+    expected = nemotrons(torch.bfloat16)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
 @pytest.mark.parametrize("layer_class", LAYERS.values())

@@ -96,11 +96,16 @@ class BiaslessLayerNorm(Norm):
         super().__init__(make, size, epsilon, sharded_input=sharded_input)
         self.register_parameter("bias", None)
 
+    def factor(self) -> Tensor:
+        """Return what multiplies the normed features, [h]."""
+        return self.weight
+
     def forward(self, tensor: Tensor) -> Tensor:
+        factor = self.factor()
         if self.gradient_sum is None:
-            return F.layer_norm(tensor, self.weight.shape, self.weight, self.bias, self.epsilon)
+            return F.layer_norm(tensor, factor.shape, factor, self.bias, self.epsilon)
         output: Tensor = _PartialLayerNorm.apply(
-            tensor, self.weight, self.bias, self.epsilon, self.gradient_sum
+            tensor, factor, self.bias, self.epsilon, self.gradient_sum
         )
         return output
 
@@ -113,3 +118,13 @@ class LayerNorm(BiaslessLayerNorm):
     def __init__(self, make: ParameterMaker, size: int, epsilon: float, *, sharded_input: bool):
         super().__init__(make, size, epsilon, sharded_input=sharded_input)
         self.bias = make.parameter("bias", (size,), self.layout, ConstantInit(0.0))
+
+
+class OffsetLayerNorm(LayerNorm):
+    """LayerNorm times 1 + w, plus a bias (Nemotron). [*, h] → [*, h].
+
+    As in transformers w begins at 1, not at 0, and 1 + w is rounded to its dtype.
+    """
+
+    def factor(self) -> Tensor:
+        return 1 + self.weight

@@ -269,6 +269,7 @@ def test_all_fields_of_a_config_are_read_again(model_type: str) -> None:
         "dots1": {"n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 6},
         "glm4_moe": {"head_dim": 128},
         "ministral": {"head_dim": 128},
+        "nemotron": {"num_key_value_heads": 8},
     }
     config = config_from_block({"model_type": model_type, **required.get(model_type, {})})
     assert config_from_json(config.to_dict(), Path("gone")).to_dict() == config.to_dict()
