@@ -61,6 +61,9 @@ def other_value(key: str, value: Any) -> Any:
     return not value if isinstance(value, bool) else value + 1
 
 
+EXPERTS = {"zero_tp.parallel.expert": 2, "zero_tp.model": {"model_type": "mixtral"}}
+
+
 REFUSED: tuple[dict[str, Any], ...] = (
     *({**CONTEXTS.get(key, {}), key: other_value(key, value)} for key, (value, _) in FIXED.items()),
     {"fp16.enabled": True},
@@ -115,6 +118,12 @@ REFUSED: tuple[dict[str, Any], ...] = (
     {f"{ACTIVATIONS}.partition_activations": True},
     {f"{ACTIVATIONS}.cpu_checkpointing": True},
     {f"{ACTIVATIONS}.contiguous_memory_optimization": True},
+    {**EXPERTS, "zero_optimization.stage": 0},
+    {**EXPERTS, "zero_optimization.stage": 3},
+    {**EXPERTS, **MUON},
+    {**EXPERTS, "data_types.grad_accum_dtype": "fp32", "zero_optimization.stage": 1},
+    {**EXPERTS, "zero_optimization.contiguous_gradients": False},
+    {**EXPERTS, "zero_optimization.reduce_scatter": False},
 )
 
 
