@@ -20,12 +20,14 @@ from tests.support.checkpoint_runs import (
     write_config,
 )
 from tests.support.experts import fields
+from tests.support.families import model_sizes
 from tests.support.matrix_runs import failures_of
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.engine.guards import check_duplicates
 from zero_tp.engine.zero.expert_groups import is_divided
+from zero_tp.parallel.layout import stored_buffers
 from zero_tp.run.checkpoint.convert import to_huggingface
 from zero_tp.run.config import RunConfig
 
@@ -105,6 +107,59 @@ def test_a_run_trains_the_plain_model(
     changes = {"zero_tp.parallel.expert": expert}
     failures = failures_of(ranks, run_seed, tmp_path, tuple(cell), family, changes)
     assert not failures, "\n".join(failures)
+
+
+@THOROUGH
+@pytest.mark.parametrize("case", [CELLS[3], CELLS[1]])
+def test_deepspeeds_own_step_trains_the_plain_model(
+    ranks: Pools, run_seed: int, tmp_path: Path, case: tuple[Any, ...]
+) -> None:
+    """AdamW that is not fused takes DeepSpeed's norm, clip and update."""
+    *cell, family, expert = case
+    changes = {"zero_tp.parallel.expert": expert, "optimizer.params.fused": False}
+    failures = failures_of(ranks, run_seed, tmp_path, tuple(cell), family, changes)
+    assert not failures, "\n".join(failures)
+
+
+def biases_after(path: str, steps: int) -> list[torch.Tensor]:
+    engine, _ = build(path)
+    steps_of(engine, 1, steps)
+    return [bias.clone() for _, bias in stored_buffers(engine.model)]
+
+
+@THOROUGH
+def test_routers_biases_move_as_without_expert_ranks(ranks: Pools, tmp_path: Path) -> None:
+    """By counts over all replicas: three steps, each with an update of 0.01."""
+    config = json.loads(write_config(tmp_path / "run.json", 1, "fp32", 1).read_text())
+    config["zero_tp"]["model"] = {
+        **model_sizes(5, "experts in groups"),
+        "vocab_size": VOCABULARY,
+    }
+    config["zero_tp"]["training"]["router_bias_update_rate"] = 0.01
+    found = []
+    for expert in (1, 2, 4):
+        config["zero_tp"]["parallel"]["expert"] = expert
+        (tmp_path / "run.json").write_text(json.dumps(config))
+        found.append(ranks(4).run(biases_after, str(tmp_path / "run.json"), 3))
+    for each in found:
+        assert len(each[0]) == 2 and all(bias.any() for bias in each[0])
+        for of_rank in each:
+            pairs = zip(of_rank, found[0][0], strict=True)
+            assert all(torch.equal(bias, other) for bias, other in pairs)
+
+
+@pytest.mark.heavy
+def test_eight_ranks(ranks: Pools, tmp_path: Path) -> None:
+    """TP 2 × DP 4 with E 2 resumes a run of TP 2 × DP 4 with all experts on each replica."""
+    first = run_file(tmp_path / "before.json", 1, 1, 2, "qwen2_moe")
+    second = run_file(tmp_path / "after.json", 2, 2, 2, "qwen2_moe")
+    whole = ranks(8).run(train_and_save, str(first), str(tmp_path / "run"), [2], 4)
+    again = ranks(8).run(resume_and_train, str(second), str(tmp_path / "run"), 4)
+    for (loss, norm), (old_loss, old_norm) in zip(
+        again[0]["steps"], whole[0]["steps"][2:], strict=True
+    ):
+        assert loss == pytest.approx(old_loss, rel=1e-6)
+        assert norm == pytest.approx(old_norm, rel=1e-5)
 
 
 def run_file(
