@@ -8,7 +8,7 @@ what the ZeRO stages replace of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -42,6 +42,7 @@ from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import compile_elementwise, is_compiled
 from zero_tp.parallel.layout import audit
+from zero_tp.parallel.lock_step import uneven_forwards
 from zero_tp.parallel.parameter import ShardedSeededInit, WeightSource
 from zero_tp.parallel.topology import Topology
 
@@ -468,7 +469,7 @@ class TrainingEngine:
         waits for it.
 
         Args:
-            batches: as `train_step` takes them; each rank has the same number of them.
+            batches: as `train_step` takes them; ranks may have different numbers of them.
 
         Raises:
             UserError: no label to score in any batch.
@@ -478,14 +479,15 @@ class TrainingEngine:
         # fp64, because a validation adds up many tokens.
         sums = torch.zeros(2, 1, dtype=torch.float64, device=self.device)
         names = ["loss"]
-        for batch in self._as_batches(batches):
-            output = self._forward(self.deepspeed_engine, batch, reduction="none")
-            totals = self.model.metric_sums(output, batch.arguments())
-            names = list(totals)
-            pairs = list(totals.values())
-            sums = sums + torch.stack(
-                [torch.stack([total, count.double()]) for total, count in pairs], 1
-            )
+        with self._uneven_forwards():
+            for batch in self._as_batches(batches):
+                output = self._forward(self.deepspeed_engine, batch, reduction="none")
+                totals = self.model.metric_sums(output, batch.arguments())
+                names = list(totals)
+                pairs = list(totals.values())
+                sums = sums + torch.stack(
+                    [torch.stack([total, count.double()]) for total, count in pairs], 1
+                )
         total, count = all_reduce(sums, self.topology.data_group).tolist()
         self.deepspeed_engine.train()
         if not all(count):
@@ -494,3 +496,19 @@ class TrainingEngine:
             name: figure / number for name, figure, number in zip(names, total, count, strict=True)
         }
         return {"loss": sum(mean for name, mean in means.items() if name.endswith("loss")), **means}
+
+    def _uneven_forwards(self) -> AbstractContextManager[None]:
+        """Let ranks evaluate different numbers of batches in this block."""
+        if not self.zero.lock_step:
+            return nullcontext()
+        group = self.topology.data_group
+        return uneven_forwards(self.model, group, self.device, self._join_forward)
+
+    def _join_forward(self) -> None:
+        """Take part in a forward of other DP ranks, with one row whose output is dropped."""
+        # As long as sequence parallelism needs it.
+        ids = torch.zeros(1, self.topology.tensor, dtype=torch.long, device=self.device)
+        labels = torch.full_like(ids, IGNORE_INDEX)
+        is_causal = self.model.causal
+        batch = as_batch((ids, labels) if is_causal else {"input_ids": ids, "labels": labels})
+        self._forward(self.deepspeed_engine, batch, reduction="none")

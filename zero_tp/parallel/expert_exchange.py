@@ -20,9 +20,28 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Work
 
 from zero_tp.parallel.collectives import Group, Pending, group_size
 from zero_tp.parallel.host_copy import HostCopy
+
+
+class PendingRows(Pending):
+    """Rows on their way over an expert group.
+
+    Attributes:
+        expert_group: a report of a hang names it.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        work: Work | None,
+        finish: Callable[[Tensor], Tensor] | None,
+        expert_group: Group,
+    ):
+        super().__init__(rows, work, finish)
+        self.expert_group = expert_group
 
 
 class LocalExperts:
@@ -59,12 +78,15 @@ class AllToAllExperts(LocalExperts):
     Args:
         ends: as of `LocalExperts`.
         group: the expert group.
+
+    Attributes:
+        expert_group: a report of a hang names it.
     """
 
     is_remote = True
 
     def __init__(self, ends: Tensor, group: Group = None):
-        self._group = group
+        self.expert_group = group
         sizes = torch.diff(ends.long(), prepend=ends.new_zeros(1, dtype=torch.int64))
         sent = sizes.view(group_size(group), -1)
         received = torch.empty_like(sent)
@@ -114,6 +136,6 @@ class AllToAllExperts(LocalExperts):
     ) -> Pending:
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
         work = dist.all_to_all_single(
-            arrived, rows.contiguous(), received, sent, group=self._group, async_op=True
+            arrived, rows.contiguous(), received, sent, group=self.expert_group, async_op=True
         )
-        return Pending(arrived, work, finish)
+        return PendingRows(arrived, work, finish, self.expert_group)

@@ -78,7 +78,10 @@ def check_expert_size(expert: int, data: int) -> None:
 
     Raises:
         ConfigError: with the sizes nearest to it that divide.
+        UserError: it is not positive.
     """
+    if expert < 1:
+        raise UserError(f"zero_tp.parallel.expert: {expert} is not positive")
     if data % expert:
         near = nearest_divisors(expert, data)
         inequality = f"expert {expert} does not divide data {data}"

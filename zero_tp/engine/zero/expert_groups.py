@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed.moe.layer import MoE
@@ -19,6 +19,11 @@ from torch import Tensor, nn
 from zero_tp.parallel.collectives import Group
 from zero_tp.parallel.layout import has_layout, layout_of
 from zero_tp.parallel.topology import Topology
+
+T = TypeVar("T")
+
+UNSPLIT_GROUP = "unsplit_group"
+"""Key of an optimizer's group: its number before `split_by_group`."""
 
 Trainable = list[dict[str, Any]] | list[nn.Parameter] | torch.optim.Optimizer
 
@@ -76,7 +81,8 @@ def split_by_group(trainable: Trainable, topology: Topology) -> Trainable:
     """Return the optimizer's groups with experts in groups of their own, as DeepSpeed's ZeRO wants
     them. An optimizer is changed in place.
 
-    One group of a norm N and experts X becomes [N] and, marked with "moe", [X].
+    One group of a norm N and experts X becomes [N] and, marked with "moe", [X]. Both have the
+    group's number under `UNSPLIT_GROUP`.
     """
     if topology.expert == 1:
         return trainable
@@ -91,12 +97,36 @@ def split_by_group(trainable: Trainable, topology: Topology) -> Trainable:
 def _split(groups: Sequence[dict[str, Any]], topology: Topology) -> list[dict[str, Any]]:
     marks = {"moe": True, "name": _group_name(topology)}
     parts = []
-    for group in groups:
+    for number, group in enumerate(groups):
         for divided, added in ((False, {}), (True, marks)):
             members = [one for one in group["params"] if is_divided(one) == divided]
             if members:
-                parts.append({**group, "params": members, **added})
+                parts.append({**group, "params": members, UNSPLIT_GROUP: number, **added})
     return parts
+
+
+def unsplit(values: Sequence[T], groups: Sequence[dict[str, Any]]) -> list[T]:
+    """Return one of `values`, which each group of an optimizer has one of, for each group before
+    `split_by_group`.
+
+    Both parts of a group have the same value.
+    """
+    if not any(UNSPLIT_GROUP in group for group in groups):
+        return list(values)
+    by_number = {group[UNSPLIT_GROUP]: value for group, value in zip(groups, values, strict=True)}
+    return [by_number[number] for number in sorted(by_number)]
+
+
+def split(values: Sequence[T], groups: Sequence[dict[str, Any]]) -> list[T]:
+    """Return the inverse of `unsplit`.
+
+    Raises:
+        ValueError: another number of groups had values before the split.
+    """
+    numbers = [group.get(UNSPLIT_GROUP, number) for number, group in enumerate(groups)]
+    if len(set(numbers)) != len(values):
+        raise ValueError(f"{len(values)} values for {len(set(numbers))} groups")
+    return [values[number] for number in numbers]
 
 
 def partition_group(parameter: Tensor, topology: Topology) -> Group:

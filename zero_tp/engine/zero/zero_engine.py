@@ -15,7 +15,7 @@ from torch import Tensor
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.base.settings.optimizer import Muon
 from zero_tp.base.settings.schedule import TRANSFORMERS_SCHEDULES
-from zero_tp.engine.zero.expert_groups import Trainable, expert_groups, split_by_group
+from zero_tp.engine.zero.expert_groups import Trainable, expert_groups, split_by_group, unsplit
 from zero_tp.engine.zero.facts import deepspeed_clips, keeps_gradients_in_place
 from zero_tp.engine.zero.fragments import Fragment
 from zero_tp.engine.zero.loss_scale import LossScale
@@ -216,12 +216,13 @@ class ZeroEngine(ABC):
 
     def progress(self) -> dict[str, Any]:
         """Return the run's progress, equal on all ranks, for a checkpoint's manifest."""
+        groups = self.optimizer.param_groups
         return {
             "optimizer_steps": self.states().steps,
             "counters": {name: getattr(self.deepspeed_engine, name) for name in COUNTERS},
             "schedule": self.scheduler.state_dict() if self.scheduler is not None else None,
             # Restored by the Trainer only: the rates of a resumed run follow its config.
-            "learning_rates": [float(group["lr"]) for group in self.optimizer.param_groups],
+            "learning_rates": unsplit([float(group["lr"]) for group in groups], groups),
             "loss_scale": {} if self.loss_scale is None else self.loss_scale.state(),
             "recent": [list(pair) for pair in self.veto.recent],
         }

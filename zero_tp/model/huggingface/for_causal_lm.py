@@ -14,7 +14,9 @@ from zero_tp.model.causal_lm import CausalLM
 from zero_tp.model.huggingface.arguments import forward_options, with_signature_of
 from zero_tp.model.huggingface.backbone import Backbone
 from zero_tp.model.huggingface.model import HuggingFaceModel
+from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.parallel.agreement import agree_on_tokens, broadcast_rng_state
+from zero_tp.parallel.lock_step import uneven_forwards
 
 
 class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
@@ -72,15 +74,35 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
         *arguments: Any,
         **options: Any,
     ) -> Any:
-        """Call transformers' own `generate`. Collective over the TP group.
+        """Call transformers' own `generate`. Collective over the TP group, and over the expert
+        group.
 
-        All ranks sample with the random numbers of the group's first rank, so they return the same
-        tokens.
+        All ranks of a TP group sample with the random numbers of the group's first rank, so they
+        return the same tokens. Those of an expert group may have different prompts and lengths.
 
         Raises:
-            UserError: on every rank: the ranks' prompts differ or one has none; an unsupported
-                cache, time limit or early exit.
+            UserError: on every rank of the TP group: the ranks' prompts differ or one has none; an
+                unsupported cache, time limit, early exit or assistant.
         """
+        topology = self.topology
+        if topology.expert == 1:
+            return self._generate(inputs, generation_config, *arguments, **options)
+        # By `uneven_forwards`; transformers' own way would go on past the end of a static cache.
+        options["synced_gpus"] = False
+        with uneven_forwards(self, topology.expert_group, self.device, self._join_forward):
+            return self._generate(inputs, generation_config, *arguments, **options)
+
+    def _join_forward(self) -> None:
+        """Take part in a forward of the expert group, with one row whose output is dropped."""
+        self(torch.zeros(1, self.topology.tensor, dtype=torch.long, device=self.device))
+
+    def _generate(
+        self,
+        inputs: Tensor | None,
+        generation_config: GenerationConfig | None,
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
         settings = generation_config or self.generation_config
         if self.topology.tensor > 1 and (options.get("max_time") or settings.max_time):
             raise UserError(
@@ -91,6 +113,12 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
                 "generate: assistant_early_exit is not built: a forward runs all layers; give an "
                 "assistant_model, or "
                 "prompt_lookup_num_tokens"
+            )
+        assistant = options.get("assistant_model")
+        if isinstance(assistant, ParallelModel) and assistant.topology.expert > 1:
+            raise UserError(
+                "generate: an assistant_model with expert parallelism is not built; give one that "
+                "is whole on each rank"
             )
         group = self.topology.tensor_group
         prompt = inputs if inputs is not None else options.get("input_ids")

@@ -108,7 +108,7 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         # Our names are loaded as by torch, and ParallelModel refuses `assign`.
         if assign or not state_dict or state_dict.keys() & own.keys():
             return super().load_state_dict(state_dict, strict, assign)
-        if self.topology.tensor > 1:
+        if self._is_split:
             raise UserError(
                 "load_state_dict: a rank of a split model holds shards; open the directory with "
                 "from_pretrained(directory, topology)"
@@ -167,15 +167,14 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
             "max_shard_size": str(max_shard_size),
         }
         shared["dtype"] = parse_dtype(dtype)
-        is_split = self.topology.tensor > 1 or self.topology.expert > 1
-        if state_dict is not None and is_split:
+        if state_dict is not None and self._is_split:
             raise UserError(
                 "save_pretrained: state_dict holds one rank's shards of a split model; leave it "
                 "out, and "
                 "call it on every rank"
             )
         # A shard's owner must take part, so one rank cannot write alone.
-        sharded = is_split or any(
+        sharded = self._is_split or any(
             hasattr(parameter, "ds_tensor") for parameter in parameters.values()
         )
         if state_dict is None and (sharded or is_main_process is None):
@@ -187,6 +186,11 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
             config.save_pretrained(directory)
         elif is_main_process is not False:
             save_state_dict(directory, config, state_dict or parameters, **shared)
+
+    @property
+    def _is_split(self) -> bool:
+        """Return whether a rank holds only a part of the weights."""
+        return self.topology.tensor > 1 or self.topology.expert > 1
 
     def _config_with_ties(self, state_dict: Mapping[str, Tensor] | None = None) -> PretrainedConfig:
         """Return a config that says whether the weights are tied.

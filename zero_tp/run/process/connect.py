@@ -56,7 +56,8 @@ def connect(
 
     Raises:
         UserError: the launcher's variables are incomplete, this rank has no such device, the TP
-            degree does not divide the number of ranks, or another rank has refused.
+            degree does not divide the number of ranks or the EP degree that of replicas, or another
+            rank has refused.
     """
     if environment is None:
         environment = RankEnvironment.of_this_process()

@@ -9,9 +9,14 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import zero_tp
 from zero_tp.parallel.topology import name_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _LIBRARY = Path(zero_tp.__file__).resolve().parent
 _WAITING = (f"torch{os.sep}distributed", f"deepspeed{os.sep}comm")
@@ -101,7 +106,8 @@ def describe_hang(
 def describe_frame(thread: int) -> tuple[str, bool]:
     """Return the function that a thread runs, and whether it waits for other ranks.
 
-    The text also names its caller in this library.
+    The text also names its caller in this library, and the ranks that exchange rows for experts:
+    `wait, called by forward (…) in the expert group of ranks 0 and 1`.
     """
     collects = gc.isenabled()
     # Python 3.11 hangs in a collection that begins while frames are listed (CPython's issue 106883)
@@ -116,6 +122,13 @@ def describe_frame(thread: int) -> tuple[str, bool]:
     # A collective in Python is in torch.distributed or deepspeed.comm; an asynchronous one is
     # waited for in `wait`.
     waiting = name == "wait" or any(part in file for part in _WAITING)
+    suffix = ""
+    group = _find_expert_group(frame)
+    if group is not None:
+        # The host waits for the sizes of an exchange, and so for the ranks that it exchanges with.
+        waiting |= name == "synchronize"
+        ranks = sys.modules["torch.distributed"].get_process_group_ranks(group)
+        suffix = f" in the expert group of {name_ranks(ranks)}" if waiting else ""
     # The innermost frame is often in torch, which says little. The caller in this library says what
     # the rank is doing.
     for caller, line in traceback.walk_stack(frame):
@@ -123,8 +136,20 @@ def describe_frame(thread: int) -> tuple[str, bool]:
         if path.is_relative_to(_LIBRARY):
             place = f"({path.relative_to(_LIBRARY.parent)}:{line})"
             called_by = "" if caller is frame else f", called by {caller.f_code.co_name}"
-            return f"{name}{called_by} {place}", waiting
-    return f"{name} ({Path(file).name})", waiting
+            return f"{name}{called_by} {place}{suffix}", waiting
+    return f"{name} ({Path(file).name}){suffix}", waiting
+
+
+def _find_expert_group(frame: FrameType) -> ProcessGroup | None:
+    """Return the group of the exchange with experts that a frame is a part of."""
+    for caller, _ in traceback.walk_stack(frame):
+        # `PendingRows` and `AllToAllExperts` of parallel/expert_exchange.py.
+        group: ProcessGroup | None = getattr(caller.f_locals.get("self"), "expert_group", None)
+        path = Path(caller.f_code.co_filename)
+        is_outside = path.is_relative_to(_LIBRARY) and path.parent != _LIBRARY / "parallel"
+        if is_outside or group is not None:
+            return None if is_outside else group
+    return None
 
 
 def dump_flight_recorder(rank: int) -> list[str]:

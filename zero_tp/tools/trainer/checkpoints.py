@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zero_tp.base.errors import UserError
+from zero_tp.engine.zero.expert_groups import split, unsplit
 from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.model.weights.load import PretrainedSource
@@ -27,6 +29,8 @@ from zero_tp.run.checkpoint.start_point import Resume
 
 STATES = ("checkpoints", "optimizer*", "scheduler*", "global_step*")
 """Files of an optimizer's states in a checkpoint: ours, plain Trainer's and DeepSpeed's."""
+GROUP_VALUES = ("base_lrs", "_last_lr", "lr_lambdas")
+"""Keys of a torch schedule's state that have a value for each group of the optimizer."""
 
 
 def save_states(
@@ -51,10 +55,18 @@ def save_states(
         model = describe_model(zero)
         if zero.scheduler is None:
             # One that Trainer steps. DeepSpeed's own is among what `describe_model` has.
-            model["progress"]["schedule"] = scheduler.state_dict()
+            schedule = scheduler.state_dict()
+            model["progress"]["schedule"] = _map_groups(
+                schedule, lambda values: unsplit(values, zero.optimizer.param_groups)
+            )
         return {
             **Parallelism(
-                topology.tensor, topology.data, topology.sequence, settings.stage, settings.dtype
+                topology.tensor,
+                topology.data,
+                topology.sequence,
+                settings.stage,
+                settings.dtype,
+                topology.expert,
             )._asdict(),
             **model,
             "fixed": {"zero_tp.training.seed": seed},
@@ -139,11 +151,30 @@ def resume_states(zero: ZeroEngine, scheduler: Any, folder: Path, seed: int) -> 
                 "does not have; give the block again"
             )
         groups = zero.optimizer.param_groups
-        if len(groups) != len(progress.learning_rates):
+        count = len(unsplit(groups, groups))
+        if count != len(progress.learning_rates):
             raise UserError(
                 f"{checkpoint.path}: its optimizer has {len(progress.learning_rates)} groups of "
-                f"parameters, and this run's has {len(groups)}; give the param_groups of the save"
+                f"parameters, and this run's has {count}; give the param_groups of the save"
             )
-        scheduler.load_state_dict(progress.schedule)
-        for group, rate in zip(groups, progress.learning_rates, strict=True):
+        scheduler.load_state_dict(
+            _map_groups(progress.schedule, lambda values: split(values, groups))
+        )
+        for group, rate in zip(groups, split(progress.learning_rates, groups), strict=True):
             group["lr"] = rate  # a torch scheduler's state does not have it
+
+
+def _map_groups(
+    schedule: dict[str, Any], change: Callable[[list[Any]], list[Any]]
+) -> dict[str, Any]:
+    """Return the state of a torch schedule with its values for each group of the optimizer changed.
+
+    A checkpoint has those before expert parallelism splits groups, as without it.
+    """
+    mapped = dict(schedule)
+    for name, value in schedule.items():
+        if name in GROUP_VALUES:
+            mapped[name] = change(value)
+        elif name == "_schedulers":  # of a schedule made of others
+            mapped[name] = [_map_groups(part, change) for part in value]
+    return mapped

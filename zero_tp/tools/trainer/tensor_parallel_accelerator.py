@@ -247,7 +247,7 @@ def finalized_settings(
     values["train_batch_size"] = micro * accumulation * topology.data
     if values.get("steps_per_print") == float("inf"):  # accelerate's "never", which no JSON can say
         values["steps_per_print"] = sys.maxsize
-    parallel = Parallel(tensor=topology.tensor, sequence=topology.sequence)
+    parallel = Parallel(tensor=topology.tensor, sequence=topology.sequence, expert=topology.expert)
     checked = check_settings(values, parallel, EntryPoint.TRAINER)
     settings = checked.settings
     check_nvme(settings.zero_optimization.nvme_paths)

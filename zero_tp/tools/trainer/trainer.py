@@ -102,6 +102,7 @@ class TensorParallel(Base):
         *arguments: Any,
         tensor_parallel: int = 1,
         sequence_parallel: bool = True,
+        expert_parallel: int = 1,
         param_groups: Sequence[ParamGroup | Mapping[str, Any]] = (),
         router_bias_update_rate: float = 0.0,
         **options: Any,
@@ -113,12 +114,13 @@ class TensorParallel(Base):
                 zero_tp model, which has its topology already.
             tensor_parallel: TP degree for a transformers model.
             sequence_parallel: also use SP.
+            expert_parallel: EP degree for a transformers model.
             param_groups: as in `zero_tp.param_groups`; by default those of Trainer.
             router_bias_update_rate: as in `zero_tp.training`.
 
         Raises:
             UserError: no DeepSpeed config; frozen parameters; an argument that is not exact here;
-                an architecture or sizes that TP can't split.
+                an architecture or sizes that TP or EP can't split.
         """
         # By the classes' module, because trl may not be installed.
         if any(base.__module__.partition(".")[0] == "trl" for base in type(self).__mro__):
@@ -135,12 +137,16 @@ class TensorParallel(Base):
         # `parallel_model` refuses others.
         if isinstance(model, nn.Module) and not getattr(model, "peft_config", None):
             check_trainable(model)
-        if isinstance(model, ParallelModel) and tensor_parallel not in (1, model.topology.tensor):
-            raise UserError(
-                f"ZeroTPTrainer: tensor_parallel is {tensor_parallel}, but the model has TP "
-                f"{model.topology.tensor}; "
-                "leave tensor_parallel out"
-            )
+        if isinstance(model, ParallelModel):
+            for name, degree, built, short in (
+                ("tensor_parallel", tensor_parallel, model.topology.tensor, "TP"),
+                ("expert_parallel", expert_parallel, model.topology.expert, "EP"),
+            ):
+                if degree not in (1, built):
+                    raise UserError(
+                        f"ZeroTPTrainer: {name} is {degree}, but the model has {short} {built}; "
+                        f"leave {name} out"
+                    )
         # Reading `args.device` in it connects the ranks; the topology below needs their number.
         _check_arguments(args, tensor_parallel)
         ignore_deprecated_collectives()
@@ -148,7 +154,7 @@ class TensorParallel(Base):
             model.check_config()
             self.topology = model.topology
         else:
-            self.topology = Topology(tensor_parallel, sequence_parallel)
+            self.topology = Topology(tensor_parallel, sequence_parallel, expert=expert_parallel)
             model = parallel_model(model, self.topology, seed=args.seed, device=args.device)
         _check_batch(args, self.topology)
         self._param_groups = parse_param_groups(param_groups)
@@ -509,10 +515,16 @@ def _check_arguments(args: TrainingArguments, tensor: int = 1) -> None:
 
 
 def _check_batch(args: TrainingArguments, topology: Topology) -> None:
-    """Refuse a global batch in DeepSpeed's config.
+    """Refuse a global batch in DeepSpeed's config, and uneven numbers of batches.
 
-    transformers would accept only one that counts every rank.
+    transformers would accept only a global batch that counts every rank.
     """
+    accelerator: Any = args.accelerator_config
+    if topology.data > 1 and not accelerator.even_batches:
+        raise UserError(
+            "TrainingArguments.accelerator_config: even_batches is false, and data parallel ranks "
+            "with fewer batches would leave the others waiting; leave it out"
+        )
     total = (
         HfDeepSpeedConfig(args.deepspeed).get_value("train_batch_size") if args.deepspeed else None
     )
