@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -19,7 +20,7 @@ from zero_tp.run.process.signals import Requests
 from zero_tp.run.process.watch import Watchdog
 
 CASE = sys.argv[sys.argv.index("--case") + 1]
-LIMITS = {"hang": 2.0}
+LIMITS = {"hang": 2.0, "hang in an exchange": 2.0}
 HEARTBEAT = {"silence": 3.0}
 watch_module.ANSWER_SECONDS = 2.0  # of the 10 seconds that a loaded network may take
 
@@ -49,6 +50,8 @@ def main() -> int:
     with requests.accepting():
         for step in itertools.count(1):
             watch.enter("step", step)
+            if "exchange" in CASE:
+                exchange(step)
             dist.all_reduce(torch.ones(1000))
             stop, save = requests.all_reduce(torch.device("cpu"))
             if rank == 0 and (step == 5 or save or stop):
@@ -67,6 +70,21 @@ def main() -> int:
             time.sleep(0.01)
     watch.leave()
     return 0
+
+
+def exchange(step: int) -> None:
+    """Send rows to the experts of both ranks and back. In step 10 rank 1 sends their sizes only."""
+    import torch
+
+    from zero_tp.parallel.expert_exchange import AllToAllExperts
+
+    ends = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+    experts = AllToAllExperts(ends, torch.distributed.group.WORLD)
+    while step == 10 and environment.rank == 1:
+        if CASE == "killed in an exchange":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.1)
+    experts.start_combine(experts.start_dispatch(torch.ones(4, 3)).wait()).wait()
 
 
 def fail_or_hang() -> None:

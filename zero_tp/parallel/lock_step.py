@@ -48,7 +48,11 @@ def uneven_forwards(
         nonlocal is_inside
         is_inside = False
 
-    hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave)]
+    hooks = [
+        # First, because DeepSpeed's own hooks of ZeRO-3 are collectives, too.
+        model.register_forward_pre_hook(enter, prepend=True),
+        model.register_forward_hook(leave),
+    ]
     try:
         yield
     finally:

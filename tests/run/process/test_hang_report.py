@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from zero_tp.run.process.hang_report import RankStatus, describe_hang, dump_flight_recorder
+from tests.support.compare import grid
+from tests.support.pools import Pools
+from tests.support.waits import patience
+from zero_tp.parallel.expert_exchange import AllToAllExperts
+from zero_tp.run.process.hang_report import (
+    RankStatus,
+    describe_frame,
+    describe_hang,
+    dump_flight_recorder,
+)
 
 HERE = RankStatus(
     count=90,
@@ -73,3 +85,44 @@ def test_the_flight_recorder_dumps_where_torch_does(
     assert (tmp_path / "trace_3").read_bytes() == b"trace"
     monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(tmp_path / "none" / "trace_"))
     assert dump_flight_recorder(3)[0].endswith("(No such file or directory)")
+
+
+class Event:
+    """One of a device that waits for the sizes of the other rank."""
+
+    def synchronize(self) -> None:
+        time.sleep(patience(0.8))
+
+
+def frame_in_an_exchange(work: str) -> tuple[str, bool]:
+    """Two expert groups of two ranks, of which the second rank comes late: what a watchdog sees of
+    this rank meanwhile.
+    """
+    topology = grid(1, False, 2)
+    seen: list[tuple[str, bool]] = []
+
+    def look(thread: int) -> None:
+        time.sleep(patience(0.4))
+        seen.append(describe_frame(thread))
+
+    watching = threading.Thread(target=look, args=[threading.get_ident()])
+    ends = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+    experts = None if work == "sizes" else AllToAllExperts(ends, topology.expert_group)
+    watching.start()
+    if topology.expert_rank == 1:
+        time.sleep(patience(0.8))
+    experts = experts or AllToAllExperts(ends, topology.expert_group)
+    if work == "copy" and topology.expert_rank == 0:
+        experts._splits._copy_done = Event()  # type: ignore[assignment]
+    experts.start_dispatch(torch.ones(4, 3)).wait()
+    watching.join()
+    return seen[0]
+
+
+@pytest.mark.parametrize("work", ["sizes", "rows", "copy"])
+def test_a_rank_that_waits_for_experts_names_their_group(ranks: Pools, work: str) -> None:
+    found = ranks(4).run(frame_in_an_exchange, work, timeout=60)
+    for rank, (text, waiting) in enumerate(found):
+        assert waiting == (rank % 2 == 0), text
+        group = f" in the expert group of ranks {rank} and {rank + 1}"
+        assert text.endswith(group) if waiting else "group" not in text

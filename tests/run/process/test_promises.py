@@ -177,6 +177,13 @@ def test_a_killed_rank_is_named_by_a_survivor(
     )
 
 
+def test_a_rank_killed_in_an_exchange_with_experts_is_named(start: Start) -> None:
+    status, (first, line) = start("killed in an exchange", "launch.py").end()
+    assert status != 0
+    assert first == "five steps" and line.startswith(f"error: rank 1 ({HOST}) ")
+    assert "killed" in line
+
+
 # --- 3. signals -----------------------------------------------------------------------------------
 
 
@@ -248,6 +255,15 @@ def test_a_rank_that_hangs_is_named_with_its_frame(launcher: str, start: Start) 
     assert re.fullmatch(
         rf"error: no progress in step 1[01] for {limit}: rank 0 waits for rank 1", error
     )
+
+
+def test_a_rank_that_waits_for_rows_names_the_expert_group(start: Start) -> None:
+    status, (_, first, second, error) = start("hang in an exchange", "launch.py").end()
+    assert status == 1
+    at = r"at wait, called by \w+ \(.*\) in the expert group of ranks 0 and 1"
+    assert re.fullmatch(rf"rank 0 \({HOST}\) in step 10 for \d+ s, {at}", first)
+    assert re.match(rf"rank 1 \({HOST}\) in step 10 for \d+ s, at exchange", second)
+    assert "expert group" not in second and error.endswith(": rank 0 waits for rank 1")
 
 
 SILENCE = [

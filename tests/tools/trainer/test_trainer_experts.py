@@ -1,0 +1,224 @@
+"""`ZeroTPTrainer(expert_parallel=…)` against plain Trainer with transformers' own Mixtral."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from transformers import AutoConfig, Trainer, TrainingArguments
+
+from tests.support.compare import check_close
+from tests.support.experts import fields
+from tests.support.native import native_model, perturbed
+from tests.support.pools import Pools
+from tests.support.trainer_scripts import ROWS, collate, deepspeed, open_model, rows_of, script
+from tests.tiers import in_tiers
+from zero_tp.base.errors import UserError
+from zero_tp.tools.trainer import ZeroTPTrainer
+
+FIELDS: dict[str, Any] = fields(
+    num_local_experts=4,
+    num_hidden_layers=2,
+    vocab_size=101,
+    max_position_embeddings=64,
+    # Each micro-batch has a load-balancing loss of its own, so it depends on the grid.
+    output_router_logits=False,
+)
+LIMIT = 90.0
+"""Seconds of an idle machine."""
+
+
+def save_model(folder: Path, **changes: Any) -> str:
+    fields = {**FIELDS, **changes}
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    torch.manual_seed(3)
+    perturbed(native_model(config)).save_pretrained(folder)
+    return str(folder)
+
+
+def plain_run(folder: Path, **options: Any) -> tuple[str, list[dict[str, float]], Any]:
+    directory = save_model(folder / "start")
+    options = {"per_device_eval_batch_size": 4, **options}
+    history, _ = script(Trainer, "causal", directory, str(folder), ROWS // 2, 2, **options)
+    return directory, history, load_file(folder / "model" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, float]], Any]:
+    return plain_run(tmp_path_factory.mktemp("plain"))
+
+
+def train(
+    directory: str, folder: str, tensor: int, expert: int, stage: int, **options: Any
+) -> list[dict[str, float]]:
+    """One script on four ranks; its batches have as many rows as the plain one's."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    blocks = options.pop("blocks", {})
+    try:
+        history, _ = script(
+            partial(ZeroTPTrainer, tensor_parallel=tensor, expert_parallel=expert),
+            "causal",
+            directory,
+            folder,
+            ROWS // 2 // (4 // tensor),
+            2,
+            deepspeed={**deepspeed(stage), **blocks},
+            **{"per_device_eval_batch_size": tensor, **options},
+        )
+        return history
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def check(
+    history: list[dict[str, float]], folder: Path, reference: tuple[Any, ...], steps: int = 0
+) -> None:
+    """The log after a number of lines, and the weights, are those of plain Trainer."""
+    _, expected, weights = reference
+    assert [sorted(line) for line in history] == [sorted(line) for line in expected]
+    for line, wanted in zip(history[steps:], expected[steps:], strict=True):
+        assert line == pytest.approx(wanted, rel=1e-5), (line, wanted)
+    check_close(load_file(folder / "model" / "model.safetensors"), weights)
+
+
+CASES = [(tensor, expert, stage) for tensor, expert in ((1, 2), (1, 4), (2, 2)) for stage in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expert", "stage"), in_tiers(CASES, [(1, 2, 1), (2, 2, 2)], every=2)
+)
+def test_the_same_script_gives_the_same(
+    ranks: Pools, plain: tuple[Any, ...], tmp_path: Path, tensor: int, expert: int, stage: int
+) -> None:
+    folder = str(tmp_path)
+    for history in ranks(4).run(train, plain[0], folder, tensor, expert, stage, timeout=LIMIT):
+        check(history, tmp_path, plain)
+
+
+SGD = {"optim": "sgd", "learning_rate": 0.1}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("tensor", "stage"), [(1, 2), (2, 1)])
+def test_sgd_clips_by_the_norm_of_all_experts(
+    ranks: Pools, tmp_path: Path, tensor: int, stage: int
+) -> None:
+    """DeepSpeed's own step, and not `FusedUpdate`, adds up its norm."""
+    reference = plain_run(tmp_path / "plain", **SGD)
+    arguments = (reference[0], str(tmp_path), tensor, 2, stage)
+    for history in ranks(4).run(train, *arguments, timeout=LIMIT, **SGD):
+        check(history, tmp_path, reference)
+
+
+RESUMED = [((1, 2, 1), (1, 1, 1)), ((1, 1, 1), (2, 2, 2)), ((2, 2, 2), (1, 4, 1))]
+
+
+@pytest.mark.parametrize(("before", "after"), in_tiers(RESUMED, RESUMED[:1], every=1))
+def test_a_checkpoint_resumes_with_another_expert_size(
+    ranks: Pools,
+    plain: tuple[Any, ...],
+    tmp_path: Path,
+    before: tuple[int, int, int],
+    after: tuple[int, int, int],
+) -> None:
+    folder = str(tmp_path)
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    ranks(4).run(train, plain[0], folder, *before, timeout=LIMIT, **saving)
+    resume: dict[str, Any] = {"resume": f"{folder}/checkpoint-2"}
+    for history in ranks(4).run(train, plain[0], folder, *after, timeout=LIMIT, **resume):
+        check(history, tmp_path, plain)
+
+
+# --- uneven data ----------------------------------------------------------------------------------
+
+
+def uneven(directory: str, folder: str, tensor: int, expert: int) -> list[Any]:
+    """Evaluate and predict rows that no number of ranks divides, before and after an epoch with a
+    short last batch.
+    """
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        settings = TrainingArguments(
+            output_dir=folder,
+            use_cpu=True,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+            per_device_eval_batch_size=2,
+            num_train_epochs=1,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            deepspeed=deepspeed(1),
+        )
+        trainer = ZeroTPTrainer(
+            open_model("causal", directory),
+            settings,
+            tensor_parallel=tensor,
+            expert_parallel=expert,
+            data_collator=collate,
+            train_dataset=rows_of("causal", 11, 1),
+            eval_dataset=rows_of("causal", 7, 2),
+        )
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        predicted = trainer.predict(rows_of("causal", 5, 2))
+        return [before, trainer.state.global_step, len(predicted.label_ids)]
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize(("tensor", "expert"), in_tiers([(1, 4), (1, 2), (2, 2)], [(1, 2)]))
+def test_short_batches_leave_no_rank_waiting(
+    ranks: Pools, plain: tuple[Any, ...], tmp_path: Path, tensor: int, expert: int
+) -> None:
+    runs = {
+        degree: ranks(4).run(uneven, plain[0], str(tmp_path), tensor, degree, timeout=LIMIT)
+        for degree in (1, expert)
+    }
+    for without, found in zip(runs[1], runs[expert], strict=True):
+        assert found == pytest.approx(without, rel=1e-5)
+        assert found[2] == 5
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def refusal(directory: str, folder: str, *grid: int, **options: Any) -> str:
+    with pytest.raises(UserError) as refused:
+        train(directory, folder, *grid, **options)
+    return str(refused.value)
+
+
+REFUSED: list[tuple[str, tuple[int, int, int], dict[str, Any], str]] = [
+    ("degree", (1, 3, 1), {}, "zero_tp.parallel.expert: expert 3 does not divide data 4; use 2"),
+    ("zero", (1, 0, 1), {}, "zero_tp.parallel.expert: 0 is not positive"),
+    ("experts", (1, 4, 1), {"num_local_experts": 6}, "expert: 6 experts do not divide over 4"),
+    ("dense", (1, 2, 1), {"model_type": "llama"}, "expert: 2, but the model has no experts"),
+    ("stage 0", (1, 2, 0), {}, "zero_tp.parallel.expert at stage 0: no gradient norm"),
+    ("stage 3", (1, 2, 3), {}, "zero_tp.parallel.expert at stage 3: DeepSpeed gathers"),
+]
+
+
+@pytest.mark.parametrize(("name", "grid", "changes", "message"), REFUSED, ids=lambda v: str(v)[:9])
+def test_trainer_refuses_by_name(
+    ranks: Pools,
+    tmp_path: Path,
+    name: str,
+    grid: tuple[int, int, int],
+    changes: dict[str, Any],
+    message: str,
+) -> None:
+    directory = save_model(tmp_path / "start", **changes)
+    for found in ranks(4).run(refusal, directory, str(tmp_path), *grid, timeout=LIMIT):
+        assert message in found and "\n" not in found
+
+
+def test_uneven_batches_are_refused(ranks: Pools, plain: tuple[Any, ...], tmp_path: Path) -> None:
+    options = {"accelerator_config": {"even_batches": False}}
+    for found in ranks(4).run(refusal, plain[0], str(tmp_path), 1, 2, 1, timeout=LIMIT, **options):
+        assert found.startswith("TrainingArguments.accelerator_config: even_batches is false")
