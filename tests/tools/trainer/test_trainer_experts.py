@@ -194,28 +194,9 @@ def refusal(directory: str, folder: str, *grid: int, **options: Any) -> str:
     return str(refused.value)
 
 
-REFUSED: list[tuple[str, tuple[int, int, int], dict[str, Any], str]] = [
-    ("degree", (1, 3, 1), {}, "zero_tp.parallel.expert: expert 3 does not divide data 4; use 2"),
-    ("zero", (1, 0, 1), {}, "zero_tp.parallel.expert: 0 is not positive"),
-    ("experts", (1, 4, 1), {"num_local_experts": 6}, "expert: 6 experts do not divide over 4"),
-    ("dense", (1, 2, 1), {"model_type": "llama"}, "expert: 2, but the model has no experts"),
-    ("stage 0", (1, 2, 0), {}, "zero_tp.parallel.expert at stage 0: no gradient norm"),
-    ("stage 3", (1, 2, 3), {}, "zero_tp.parallel.expert at stage 3: DeepSpeed gathers"),
-]
-
-
-@pytest.mark.parametrize(("name", "grid", "changes", "message"), REFUSED, ids=lambda v: str(v)[:9])
-def test_trainer_refuses_by_name(
-    ranks: Pools,
-    tmp_path: Path,
-    name: str,
-    grid: tuple[int, int, int],
-    changes: dict[str, Any],
-    message: str,
-) -> None:
-    directory = save_model(tmp_path / "start", **changes)
-    for found in ranks(4).run(refusal, directory, str(tmp_path), *grid, timeout=LIMIT):
-        assert message in found and "\n" not in found
+def test_a_degree_of_zero_is_refused(ranks: Pools, plain: tuple[Any, ...], tmp_path: Path) -> None:
+    for found in ranks(4).run(refusal, plain[0], str(tmp_path), 1, 0, 1, timeout=LIMIT):
+        assert found == "zero_tp.parallel.expert: 0 is not positive"
 
 
 def test_uneven_batches_are_refused(ranks: Pools, plain: tuple[Any, ...], tmp_path: Path) -> None:
