@@ -16,8 +16,9 @@ BATCH = 3
 GRIDS = [(2, 2), (2, 1), (4, 2), (4, 4)]  # world, TP
 
 
-def grid(tensor: int) -> Topology:
-    return cached(("evaluation", tensor), lambda: Topology(tensor, sequence=tensor == 2))
+def grid(tensor: int, expert: int = 1) -> Topology:
+    key = "evaluation", tensor, expert
+    return cached(key, lambda: Topology(tensor, sequence=tensor == 2, expert=expert))
 
 
 def deepspeed_settings(stage: int) -> dict[str, Any]:
@@ -28,12 +29,14 @@ def deepspeed_settings(stage: int) -> dict[str, Any]:
     }
 
 
-def live_model(directory: Path, tensor: int, stage: int, scorer: Callable[[Any], Any]) -> EvalModel:
+def live_model(
+    directory: Path, tensor: int, stage: int, scorer: Callable[[Any], Any], expert: int = 1
+) -> EvalModel:
     """Return the model of a DeepSpeed engine before its first step; `scorer` takes the engine."""
     from zero_tp.engine.engine import TrainingEngine
     from zero_tp.model.weights.load import PretrainedSource
 
-    opened, topology = open_directory(directory), grid(tensor)
+    opened, topology = open_directory(directory), grid(tensor, expert)
     source, settings = PretrainedSource(directory, opened.config), deepspeed_settings(stage)
     engine = TrainingEngine.from_dict(
         opened.config, topology, settings, seed=1, source=source, model=ZeroTPForCausalLM
@@ -47,6 +50,6 @@ def live_model(directory: Path, tensor: int, stage: int, scorer: Callable[[Any],
         64,
         batch_size=BATCH,
         topology=topology,
-        lock_step=True,
+        lock_step=engine.zero.lock_step,
         quiet=True,
     )

@@ -48,7 +48,7 @@ def experts(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}
     sizes |= {
         "num_attention_heads": 4,
-        "num_experts": 5,
+        "num_experts": 6,
         "num_experts_per_tok": 2,
         "max_position_embeddings": 64,
     }
@@ -161,6 +161,28 @@ def test_generated_text(
             assert_same(alone, reference(model, tasks, ["generate_local"], GRID_LIMIT, BATCH))
             == GRID_LIMIT
         )
+
+
+def live_answers(directory: Path, tasks: Path, tensor: int) -> Results:
+    """Of a live model whose experts are divided over pairs of data-parallel ranks."""
+    eval_model = live_model(
+        directory, tensor, 1, lambda engine: ParallelScorer(engine.deepspeed_engine), expert=2
+    )
+    assert eval_model.lock_step
+    return ours(eval_model, tasks, ["generate_local", "letters_local"], GRID_LIMIT)
+
+
+@pytest.mark.parametrize("tensor", in_tiers([1, 2], [1]))
+def test_divided_experts_answer_in_lockstep(
+    ranks: Pools, experts: Path, tasks: Path, tensor: int
+) -> None:
+    """13 requests in batches of 3, whose texts end at different tokens."""
+    expected = reference(experts, tasks, ["generate_local", "letters_local"], GRID_LIMIT, BATCH)
+    texts = [text for (text,) in [answer for (answer,) in expected["generate_local"][1]]]
+    assert len(set(map(len, texts))) > 2
+    found = ranks(4).run(live_answers, experts, tasks, tensor, timeout=90)
+    assert assert_same(found[0], expected) == 3 * GRID_LIMIT
+    assert all(results == found[0] for results in found[1:]), "ranks disagree"
 
 
 TEMPLATE = (

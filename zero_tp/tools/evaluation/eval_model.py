@@ -146,8 +146,8 @@ class EvalModel:
     """A model and its tokenizer on a grid of ranks.
 
     Batches are formed before they are distributed to the data-parallel ranks, so every DP size
-    computes the same sums. ZeRO-3 needs the same number of forwards on every rank: a rank without a
-    batch repeats the last one's forward.
+    computes the same sums. ZeRO-3 and expert parallelism need the same number of forwards on every
+    rank: a rank without a batch repeats the last one's forward.
 
     Attributes:
         module: the model itself; tasks that generate text call its `generate`.
@@ -155,7 +155,8 @@ class EvalModel:
         positions: the longest window or context, in tokens.
         batch_size: rows of a batch.
         topology: the grid; by default one process.
-        lock_step: every rank must generate with the same number of forwards (ZeRO-3).
+        lock_step: every rank must generate with the same number of forwards (ZeRO-3, and expert
+            parallelism).
         quiet: no progress bar.
     """
 
@@ -231,7 +232,8 @@ class EvalModel:
             #     rank 0    0   2   4
             #     rank 1    1   3   (4)
             #
-            # So all ranks run as many forwards, each of which gathers parameters under ZeRO-3.
+            # So all ranks run as many forwards: each gathers parameters under ZeRO-3, and sends
+            # rows to experts under expert parallelism.
             for start in range(0, len(batches), ranks):
                 result = function(batches[min(start + rank, len(batches) - 1)])
                 if start + rank < len(batches):
