@@ -113,7 +113,7 @@ def frame_in_an_exchange(work: str) -> tuple[str, bool]:
         time.sleep(patience(0.8))
     experts = experts or AllToAllExperts(ends, topology.expert_group)
     if work == "copy" and topology.expert_rank == 0:
-        experts._splits._copy_done = Event()  # type: ignore[assignment]
+        experts._splits._copy_done = Event()
     experts.start_dispatch(torch.ones(4, 3)).wait()
     watching.join()
     return seen[0]

@@ -139,7 +139,7 @@ def test_a_checkpoint_resumes_with_another_expert_size(
 
 def uneven(directory: str, folder: str, tensor: int, expert: int) -> list[Any]:
     """Evaluate and predict rows that no number of ranks divides, before and after an epoch with a
-    short last batch.
+    short last batch. Save the model before.
     """
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
@@ -165,6 +165,7 @@ def uneven(directory: str, folder: str, tensor: int, expert: int) -> list[Any]:
             eval_dataset=rows_of("causal", 7, 2),
         )
         before = trainer.evaluate()["eval_loss"]
+        trainer.save_model(f"{folder}/untrained")
         trainer.train()
         predicted = trainer.predict(rows_of("causal", 5, 2))
         return [before, trainer.state.global_step, len(predicted.label_ids)]
@@ -183,6 +184,13 @@ def test_short_batches_leave_no_rank_waiting(
     for without, found in zip(runs[1], runs[expert], strict=True):
         assert found == pytest.approx(without, rel=1e-5)
         assert found[2] == 5
+    # The last run is that with divided experts.
+    written, read = (
+        load_file(Path(folder, "model.safetensors"))
+        for folder in (tmp_path / "untrained", plain[0])
+    )
+    assert written.keys() == read.keys()
+    assert all(torch.equal(written[name], read[name]) for name in read)
 
 
 # --- refusals -------------------------------------------------------------------------------------
