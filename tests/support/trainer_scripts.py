@@ -134,7 +134,6 @@ def script(
         use_cpu=True,
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=accumulation,
-        learning_rate=1e-2,
         weight_decay=0.1,
         adam_epsilon=1e-3,
         max_grad_norm=0.5,
@@ -145,8 +144,9 @@ def script(
         seed=5,
         report_to=[],
         disable_tqdm=True,
-        optim="adamw_torch",
         **{
+            "learning_rate": 1e-2,
+            "optim": "adamw_torch",
             "eval_strategy": "steps",
             "save_strategy": "no",
             "per_device_eval_batch_size": 2,

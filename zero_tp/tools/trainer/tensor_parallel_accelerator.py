@@ -113,7 +113,7 @@ class TensorParallelAccelerator(Accelerator):
             bias_update: of the model's routers; by default none.
 
         Raises:
-            UserError: no ranks are connected.
+            UserError: no ranks are connected, or ranks may get different numbers of batches.
         """
         if topology.tensor_group is None:
             raise UserError(
@@ -122,6 +122,11 @@ class TensorParallelAccelerator(Accelerator):
                 "torchrun --nproc_per_node 1"
             )
         super().__init__(**options)
+        if topology.data > 1 and not self.even_batches:
+            raise UserError(
+                "TrainingArguments.accelerator_config: even_batches is false, and data parallel "
+                "ranks with fewer batches would leave the others waiting; leave it out"
+            )
         self.topology = topology
         self.clipping = clipping
         self.on_engine = on_engine

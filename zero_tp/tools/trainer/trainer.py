@@ -138,15 +138,7 @@ class TensorParallel(Base):
         if isinstance(model, nn.Module) and not getattr(model, "peft_config", None):
             check_trainable(model)
         if isinstance(model, ParallelModel):
-            for name, degree, built, short in (
-                ("tensor_parallel", tensor_parallel, model.topology.tensor, "TP"),
-                ("expert_parallel", expert_parallel, model.topology.expert, "EP"),
-            ):
-                if degree not in (1, built):
-                    raise UserError(
-                        f"ZeroTPTrainer: {name} is {degree}, but the model has {short} {built}; "
-                        f"leave {name} out"
-                    )
+            _check_degrees(model.topology, tensor_parallel, expert_parallel)
         # Reading `args.device` in it connects the ranks; the topology below needs their number.
         _check_arguments(args, tensor_parallel)
         ignore_deprecated_collectives()
@@ -514,17 +506,24 @@ def _check_arguments(args: TrainingArguments, tensor: int = 1) -> None:
         )
 
 
-def _check_batch(args: TrainingArguments, topology: Topology) -> None:
-    """Refuse a global batch in DeepSpeed's config, and uneven numbers of batches.
+def _check_degrees(topology: Topology, tensor: int, expert: int) -> None:
+    """Refuse degrees other than those of a model that is split already."""
+    for name, degree, built, short in (
+        ("tensor_parallel", tensor, topology.tensor, "TP"),
+        ("expert_parallel", expert, topology.expert, "EP"),
+    ):
+        if degree not in (1, built):
+            raise UserError(
+                f"ZeroTPTrainer: {name} is {degree}, but the model has {short} {built}; leave "
+                f"{name} out"
+            )
 
-    transformers would accept only a global batch that counts every rank.
+
+def _check_batch(args: TrainingArguments, topology: Topology) -> None:
+    """Refuse a global batch in DeepSpeed's config.
+
+    transformers would accept only one that counts every rank.
     """
-    accelerator: Any = args.accelerator_config
-    if topology.data > 1 and not accelerator.even_batches:
-        raise UserError(
-            "TrainingArguments.accelerator_config: even_batches is false, and data parallel ranks "
-            "with fewer batches would leave the others waiting; leave it out"
-        )
     total = (
         HfDeepSpeedConfig(args.deepspeed).get_value("train_batch_size") if args.deepspeed else None
     )
