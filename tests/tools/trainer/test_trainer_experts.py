@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from torch.utils.data import IterableDataset
 from transformers import AutoConfig, Trainer, TrainingArguments
 
 from tests.support.compare import check_close
@@ -59,9 +61,10 @@ def train(
     """One script on four ranks; its batches have as many rows as the plain one's."""
     AcceleratorState._reset_state(reset_partial_state=True)
     blocks = options.pop("blocks", {})
+    degrees: dict[str, Any] = {"tensor_parallel": tensor, "expert_parallel": expert}
     try:
         history, _ = script(
-            partial(ZeroTPTrainer, tensor_parallel=tensor, expert_parallel=expert),
+            partial(ZeroTPTrainer, **degrees, param_groups=options.pop("param_groups", ())),
             "causal",
             directory,
             folder,
@@ -75,13 +78,11 @@ def train(
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def check(
-    history: list[dict[str, float]], folder: Path, reference: tuple[Any, ...], steps: int = 0
-) -> None:
-    """The log after a number of lines, and the weights, are those of plain Trainer."""
+def check(history: list[dict[str, float]], folder: Path, reference: tuple[Any, ...]) -> None:
+    """The log and the weights are those of plain Trainer."""
     _, expected, weights = reference
     assert [sorted(line) for line in history] == [sorted(line) for line in expected]
-    for line, wanted in zip(history[steps:], expected[steps:], strict=True):
+    for line, wanted in zip(history, expected, strict=True):
         assert line == pytest.approx(wanted, rel=1e-5), (line, wanted)
     check_close(load_file(folder / "model" / "model.safetensors"), weights)
 
@@ -100,7 +101,7 @@ def test_the_same_script_gives_the_same(
         check(history, tmp_path, plain)
 
 
-SGD = {"optim": "sgd", "learning_rate": 0.1}
+SGD: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.1}
 
 
 @pytest.mark.thorough
@@ -134,7 +135,45 @@ def test_a_checkpoint_resumes_with_another_expert_size(
         check(history, tmp_path, plain)
 
 
+GROUPS: list[dict[str, Any]] = [
+    {"pattern": "q_proj", "lr_scale": 0.5},
+    # Of these DeepSpeed gets two groups: experts are a part of the first, and all of the second.
+    {"pattern": r"layers\.0\.", "lr_scale": 2.0, "weight_decay": 0.0},
+    {"pattern": "experts", "lr_scale": 0.25},
+]
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}}
+OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+BLOCKS: dict[str, Any] = {"none": {}, "AdamW": ADAMW, "both": WARMUP | ADAMW, "offload": OFFLOAD}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", BLOCKS)
+def test_groups_with_rates_of_their_own_resume_with_another_expert_size(
+    ranks: Pools, plain: tuple[Any, ...], tmp_path: Path, name: str
+) -> None:
+    """A run of the same groups without expert parallelism is test_trainer_groups.py's."""
+    options: dict[str, Any] = {"param_groups": GROUPS, "blocks": BLOCKS[name], "timeout": LIMIT}
+    pool, whole = ranks(4), tmp_path / "whole"
+    history = pool.run(train, plain[0], str(whole), 1, 1, 1, **options)[0]
+    reference = plain[0], history, load_file(whole / "model" / "model.safetensors")
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    for before, after in (((1, 2, 1), (1, 1, 2)), ((1, 1, 1), (2, 2, 1))):
+        folder = tmp_path / f"{before[1]}"
+        pool.run(train, plain[0], str(folder), *before, **saving, **options)
+        resume: dict[str, Any] = {"resume": f"{folder}/checkpoint-2"}
+        for found in pool.run(train, plain[0], str(folder), *after, **resume, **options):
+            check(found, folder, reference)
+
+
 # --- uneven data ----------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset[dict[str, Any]]):
+    """Rows without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from rows_of("causal", 7, 2)
 
 
 def uneven(directory: str, folder: str, tensor: int, expert: int) -> list[Any]:
@@ -168,7 +207,8 @@ def uneven(directory: str, folder: str, tensor: int, expert: int) -> list[Any]:
         trainer.save_model(f"{folder}/untrained")
         trainer.train()
         predicted = trainer.predict(rows_of("causal", 5, 2))
-        return [before, trainer.state.global_step, len(predicted.label_ids)]
+        streamed = trainer.evaluate(Stream())["eval_loss"]
+        return [before, trainer.state.global_step, len(predicted.label_ids), streamed]
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -208,6 +248,6 @@ def test_a_degree_of_zero_is_refused(ranks: Pools, plain: tuple[Any, ...], tmp_p
 
 
 def test_uneven_batches_are_refused(ranks: Pools, plain: tuple[Any, ...], tmp_path: Path) -> None:
-    options = {"accelerator_config": {"even_batches": False}}
+    options: dict[str, Any] = {"accelerator_config": {"even_batches": False}}
     for found in ranks(4).run(refusal, plain[0], str(tmp_path), 1, 2, 1, timeout=LIMIT, **options):
         assert found.startswith("TrainingArguments.accelerator_config: even_batches is false")
