@@ -50,6 +50,20 @@ class ModelSize(NamedTuple):
         """
         return self.num_parameters - self.spec.idle_parameters
 
+    def shares(self, tensor: int, expert: int, data: int) -> list[tuple[float, int]]:
+        """Return the parameters of one rank before ZeRO partitions them, each with the number of
+        replicas that have the same ones.
+
+        By the papers these are Ψ/t and N_d. With EP degree E a rank has an E-th of the experts, as
+        N_d/E others do.
+        """
+        if expert == 1:
+            return [(self.num_parameters / tensor, data)]
+        experts = self.parameters.experts
+        # TP splits every expert, so the whole model has t·E times a rank's.
+        others = self.num_parameters / tensor - expert * experts
+        return [(others, data), (experts, data // expert)]
+
 
 def model_size(
     config: PretrainedConfig,
@@ -288,9 +302,9 @@ class PaperMemory:
     data: int
 
     @property
-    def parameters(self) -> float:
-        """Return Ψ/t: the parameters of this rank before ZeRO partitions them."""
-        return self.model.num_parameters / self.workload.tensor
+    def shares(self) -> list[tuple[float, int]]:
+        """Return `ModelSize.shares` of this run's degrees."""
+        return self.model.shares(self.workload.tensor, self.workload.expert, self.data)
 
     @property
     def layer(self) -> formulas.Layer:
@@ -335,7 +349,7 @@ class PaperMemory:
         outside the layers.
         """
         return {
-            **formulas.model_states(self.parameters, self.stage, self.data, self.workload.itemsize),
+            **formulas.model_states_of_shares(self.shares, self.stage, self.workload.itemsize),
             "activations": self.all_layers_bytes(),
             "outside layers": self.outside_bytes(),
         }
