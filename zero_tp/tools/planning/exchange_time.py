@@ -90,8 +90,10 @@ class ExpertExchange:
         hidden = self.spec.hidden
         product = rates.product_seconds
         rows = all_to_all(self.rows)
-        width = experts.shared / workload.tensor
-        shared = product(tokens, 2 * width, hidden) + product(tokens, hidden, width)
+        shared = 0.0
+        if experts.shared:
+            width = experts.shared / workload.tensor
+            shared = product(tokens, 2 * width, hidden) + product(tokens, hidden, width)
         width = 2 * experts.size / workload.tensor
         received = workload.expert_rows(self.spec)
         inputs = product(received, hidden, width)
