@@ -151,10 +151,7 @@ def fake_micro_batch(
         # Dropout's masks are activations: in evaluation mode there are none.
         model.train()
         set_training_elementwise(model, ElementwiseOps(representative_chunks))
-        if workload.expert > 1:
-            for module in model.modules():
-                if isinstance(module, Experts):
-                    module.exchange = partial(AssumedExchange, imbalance=workload.imbalance)
+        assume_exchange(model, workload)
         recomputing = tuple(number for number, kind in enumerate(executed) if kind.recomputes)
         # Wraps the layers' forward.
         ActivationMemory(model, workload.policy, workload.checkpointing, device, recomputing)
@@ -219,6 +216,13 @@ class AssumedExchange(AllToAllExperts):
             sent, received = (even_parts(size, group_size(self._group)) for size in sizes)
             self.splits = sent, received
         return super().start_dispatch(rows)
+
+
+def assume_exchange(model: ParallelModel, workload: Workload) -> None:
+    """Make experts that are divided over ranks exchange rows by `AssumedExchange`."""
+    for module in model.modules():
+        if isinstance(module, Experts) and workload.expert > 1:
+            module.exchange = partial(AssumedExchange, imbalance=workload.imbalance)
 
 
 def even_parts(number: int, count: int) -> list[int]:

@@ -36,9 +36,6 @@ class Workload:
     Attributes:
         length, batch: s and b.
         tensor, sequence: the TP degree, and whether SP is on.
-        expert: the EP degree E.
-        expert_imbalance: rows that the busiest of E ranks gets, divided by the mean of all; see
-            `imbalance`.
         dtype: "fp32", "bf16" or "fp16".
         cpu: the ranks run on CPUs, else on accelerators.
         checkpointing: where the recomputed layers' inputs are kept.
@@ -47,14 +44,15 @@ class Workload:
         varlen: the accelerators support `varlen_attn`, so documents and windows need no mask, and
             `flex_attention`, which keeps no capped scores.
         compiled: training's elementwise work runs in compiled kernels.
+        expert: the EP degree E.
+        expert_imbalance: rows that the busiest of E ranks gets, divided by the mean of all; see
+            `imbalance`.
     """
 
     length: int
     batch: int
     tensor: int = 1
     sequence: bool = False
-    expert: int = 1
-    expert_imbalance: float = 1.0
     dtype: str = "bf16"
     cpu: bool = False
     policy: RecomputePolicy = field(default_factory=lambda: RecomputePolicy(mode="none"))
@@ -63,6 +61,8 @@ class Workload:
     label_fraction: float = 1.0
     varlen: bool = True
     compiled: bool = False
+    expert: int = 1
+    expert_imbalance: float = 1.0
 
     def stores_scores(self, spec: TransformerSpec) -> bool:
         """Return whether backward keeps the attention's probabilities."""

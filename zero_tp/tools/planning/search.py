@@ -27,6 +27,7 @@ from zero_tp.base.strict_json import read_json
 from zero_tp.base.validation import ConfigErrors
 from zero_tp.engine.settings.rules import refuse_experts
 from zero_tp.model.architectures import architecture_of
+from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.parallel.devices import Device
 from zero_tp.parallel.loss import accumulates_in_fp32, block_positions
 from zero_tp.run.config import RunConfig
@@ -168,18 +169,7 @@ class Search:
                 model = model_size(config.hf_config(), *degrees, groups, params, expert=expert)
             except UserError:  # heads or MLP do not divide
                 continue
-            # Fused attention has no activations that selective recomputation could drop.
-            is_fused = not run_workload.stores_scores(model.spec) and not (
-                device.is_cpu and model.spec.dropouts.attention
-            )
-            policies = [
-                RecomputePolicy(mode=mode)
-                for mode in MODES
-                if not (is_fused and mode == "selective")
-            ]
-            # The run's own policy may have fields that no mode has by default, such as a number of
-            # layers.
-            policies += [run_workload.policy] * (run_workload.policy not in policies)
+            policies = _policies(run_workload, model.spec)
             choices = itertools.product(
                 _divisors(samples), self._stages[expert], policies, OFFLOADS, (False, True)
             )
@@ -313,6 +303,17 @@ def _estimated_samples(
         ),
         MemorySample("backward", 0, saved / layers, one_layer + stream, total),
     ]
+
+
+def _policies(run: Workload, spec: TransformerSpec) -> list[RecomputePolicy]:
+    """Return the policies of recomputation that a search tries, of a run's workload."""
+    # Fused attention has no activations that selective recomputation could drop.
+    is_fused = not run.stores_scores(spec) and not (run.cpu and spec.dropouts.attention)
+    policies = [
+        RecomputePolicy(mode=mode) for mode in MODES if not (is_fused and mode == "selective")
+    ]
+    # The run's own policy may have fields that no mode has by default, such as a number of layers.
+    return policies + [run.policy] * (run.policy not in policies)
 
 
 def _accepts(settings: DeepSpeedSettings, stage: int, expert: int) -> bool:
