@@ -246,6 +246,13 @@ CONFIGS += [
     for tensor in (1, 2)
 ]
 CONFIGS += [family("qwen2_moe", "zero_optimization.stage=1", MUON)]
+EXPERTS = ["zero_tp.parallel.expert=2", "zero_tp.parallel.tensor=1"]
+CONFIGS += [
+    family("mixtral", "zero_optimization.stage=1", *EXPERTS, model={"num_local_experts": 4}),
+    family("qwen2_moe", "zero_optimization.stage=2", *EXPERTS, "gradient_accumulation_steps=2"),
+    family("qwen3_moe", "zero_optimization.stage=2", EXPERTS[0], "zero_tp.recompute=full"),
+    family("olmoe", "zero_optimization.stage=1", *EXPERTS, "optimizer.params.fused=false"),
+]
 WORLD = 4
 NAMES = [
     " ".join(re.sub(r'.*"model_type": "([\w-]+)".*', r"\1", one).split(".")[-1] for one in config)
@@ -254,8 +261,8 @@ NAMES = [
 
 
 # The second tier has every eighth, ZeRO-3 with offload, M_D under SP, full recomputation with
-# ZeRO-2, windows, the last five of AdamW, groups of parameters, and Muon.
-SECOND = (29, 34, 35, 37, 41, 43, *range(len(CONFIGS) - 16, len(CONFIGS)))
+# ZeRO-2, windows, the last five of AdamW, groups of parameters, Muon, and expert parallelism.
+SECOND = (29, 34, 35, 37, 41, 43, *range(len(CONFIGS) - 20, len(CONFIGS)))
 TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 8), *SECOND)}
 MARKS: dict[str, Any] = {"thorough": THOROUGH, "heavy": pytest.mark.heavy}
 CASES = [

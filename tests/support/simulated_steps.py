@@ -226,7 +226,7 @@ def stubbed(model: ParallelModel) -> Iterator[TrainingEngine]:
     """The engine of a run at ZeRO-1 and DP 2 around a model on fake tensors, without DeepSpeed."""
     topology = copy.copy(model.topology)
     topology.world, topology.data = 2 * topology.tensor, 2
-    topology.data_group = dryrun.fake_tp_topology(2, False).tensor_group
+    topology.data_group = dryrun.fake_topology(2, False).tensor_group
     settings: dict[str, Any] = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
     settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
 

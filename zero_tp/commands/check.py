@@ -23,6 +23,7 @@ from zero_tp.run.config.explain import explain
 if TYPE_CHECKING:
     from zero_tp.run.config import RunConfig
     from zero_tp.run.run_inputs import RunInputs
+    from zero_tp.tools.planning.memory import ModelSize
 
 MISSING = 1
 """The exit status if the config is valid but a file or directory that the run reads is missing."""
@@ -157,11 +158,11 @@ def describe(
     absent = config.missing_files()
     missing = ", ".join(str(path) for path in absent if str(path) not in config.hub_names)
     missing = f", but these are missing: {missing}" if missing else ""
-    parameters = run_model_size(config).num_parameters
+    model = run_model_size(config)
     lines = [
         ("config", f"{config.path} is valid{missing}"),
-        *_settings(config, parameters),
-        *_model_states(config, parameters),
+        *_settings(config, model.num_parameters),
+        *_model_states(config, model),
         ("weights", _initial_weights(config, directory, parent)),
         *_corpora(config, inputs),
         *(("no effect", text) for text in config.without_effect()),
@@ -188,17 +189,19 @@ def _settings(config: RunConfig, parameters: int) -> Lines:
     kind = f"{model.model_type}, {model.num_hidden_layers} layers, hidden {model.hidden_size}"
     sizes = f"{model.num_attention_heads} heads, vocabulary {model.vocab_size:,}"
     yield "model", f"{kind}, {sizes}: {parameters:,} parameters"
-    sequence = ", sequence parallel" if block.parallel.sequence and tensor > 1 else ""
+    others = ", sequence parallel" if block.parallel.sequence and tensor > 1 else ""
+    if block.parallel.expert > 1:
+        others += f", expert {block.parallel.expert}"
     if config.world_size is None:
         yield (
             "ranks",
-            f"a multiple of {tensor} (tensor {tensor} × data ?){sequence}; --world-size N checks "
+            f"a multiple of {tensor} (tensor {tensor} × data ?){others}; --world-size N checks "
             "batch sizes",
         )
     else:
         yield (
             "ranks",
-            f"{config.world_size} = tensor {tensor} × data {config.data_parallel}{sequence}",
+            f"{config.world_size} = tensor {tensor} × data {config.data_parallel}{others}",
         )
     yield "ZeRO", f"stage {config.zero_stage}, {config.dtype}"
     factors = (
@@ -272,9 +275,9 @@ def _initial_weights(config: RunConfig, directory: Path, parent: Path | None) ->
     )
 
 
-def _model_states(config: RunConfig, parameters: int) -> Lines:
+def _model_states(config: RunConfig, model: ModelSize) -> Lines:
     """Describe a rank's memory for weights, gradients and optimizer, by ZeRO's formula."""
-    from zero_tp.tools.planning.formulas import model_states
+    from zero_tp.tools.planning.formulas import model_states_of_shares
 
     data = config.batch.data_parallel
     zero = config.settings.zero_optimization
@@ -282,9 +285,9 @@ def _model_states(config: RunConfig, parameters: int) -> Lines:
         return
     element_bytes = 4 if config.dtype == "fp32" else 2
     # The replicated parameters are few (norms, some biases), so the formula splits all.
-    states = model_states(
-        parameters / config.zero_tp.parallel.tensor, config.zero_stage, data, element_bytes
-    )
+    parallel = config.zero_tp.parallel
+    shares = model.shares(parallel.tensor, parallel.expert, data)
+    states = model_states_of_shares(shares, config.zero_stage, element_bytes)
     parts = [f"{name} {in_gib(size)}" for name, size in states.items()]
     devices = {"offload_optimizer": zero.optimizer_device, "offload_param": zero.param_device}
     parts += [f"{block} to {device}" for block, device in devices.items() if device != "none"]

@@ -50,6 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of the whole run, such as 2e12 (default: those of FILE's steps)",
     )
+    parser.add_argument(
+        "--expert-imbalance",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="with zero_tp.parallel.expert: the tokens of the busiest expert rank, divided by the "
+        "mean (default 1: balanced)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
         "--search", action="store_true", help="try other settings at the same global batch"
@@ -75,6 +83,11 @@ def check(options: argparse.Namespace) -> None:
     if options.tokens is not None and not 1 <= options.tokens <= MAX_NUMBER:
         raise UserError(
             f"--tokens: {options.tokens:g} is no number of tokens; give one from 1 to 2^53"
+        )
+    if not 1 <= options.expert_imbalance <= MAX_NUMBER:
+        raise UserError(
+            f"--expert-imbalance: {options.expert_imbalance:g} is no ratio of the greatest to the "
+            "mean; give 1 or more"
         )
     for name, value, verb in (
         ("--write", options.write, "writes"),
@@ -102,7 +115,9 @@ def main(options: argparse.Namespace) -> None:
 
     config = RunConfig.load(options.file, options.set, options.world_size)
     device = named_device(options.device, options.world_size)
-    run_plan = plan(config, device, options.tokens and int(options.tokens))
+    imbalance = options.expert_imbalance
+    tokens = options.tokens and int(options.tokens)
+    run_plan = plan(config, device, tokens, expert_imbalance=imbalance)
 
     result: dict[str, Any] = run_plan.as_json()
     lines = [report.describe(run_plan)]
@@ -115,7 +130,7 @@ def main(options: argparse.Namespace) -> None:
     advice: list[str] = []
     fastest = None
     if options.search:
-        search = Search(config, device)
+        search = Search(config, device, expert_imbalance=imbalance)
         shown, best = search.fastest(options.set, options.top or TOP)
         result["candidates"] = [estimate.as_json() for estimate in shown]
         result["tried"], result["fitting"] = len(search.ranked), search.fitting

@@ -14,6 +14,7 @@ operators of arXiv 1909.08053 and 2205.05198.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -293,7 +294,9 @@ class Experts(nn.Module):
         residual_init = Normal(spec.residual_std)
         topology = self.topology = make.topology
         # The planner, or a faster exchange, may replace it.
-        self.exchange: type[LocalExperts] = AllToAllExperts if topology.expert > 1 else LocalExperts
+        self.exchange: Callable[[Tensor, Group], LocalExperts] = (
+            AllToAllExperts if topology.expert > 1 else LocalExperts
+        )
         self.router = ROUTERS[spec.experts.router](make.child("router"), spec)
         # Gate and up are two parts, each split by itself, so that a rank's gate columns meet their
         # own up columns. With TP 2 and experts of width 4 a rank holds of every expert:

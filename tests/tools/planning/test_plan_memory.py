@@ -41,7 +41,7 @@ from zero_tp.tools.planning import dryrun
 from zero_tp.tools.planning.dryrun import LayerKind, dry_run, layer_contexts, representative_layers
 from zero_tp.tools.planning.formulas import model_states
 from zero_tp.tools.planning.gathered import most_gathered
-from zero_tp.tools.planning.memory import model_size
+from zero_tp.tools.planning.memory import model_size, run_model_size
 from zero_tp.tools.planning.plan_settings import ZeroSettings, workload_of
 from zero_tp.tools.planning.tracking import join_parts, measure
 from zero_tp.tools.planning.zero import RankParameters, ZeroMemory
@@ -269,8 +269,7 @@ def engine_peaks(tier: str, rank: int) -> dict[str, dict[str, Any]]:
 def test_the_plan_against_a_real_step(number: int) -> None:
     overrides = CONFIGS[number]
     engine = engine_peaks(TIERS.get(number, "heavy"), rank_of(overrides))[json.dumps(overrides)]
-    parallel = load(overrides).zero_tp.parallel
-    model = model_size(load(overrides).hf_config(), parallel.tensor, parallel.sequence)
+    model = run_model_size(load(overrides))
     assert engine["parameters"] == model.parameters.total
     assert engine["planned"] == pytest.approx(engine["measured"], rel=0.03)
     # MemTracker misses half of ZeRO-3's first step; test_papers_zero.py has it.

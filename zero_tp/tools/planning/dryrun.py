@@ -5,6 +5,8 @@ records when each storage is allocated and freed, which gives the bytes of real 
 states and ZeRO's buffers come from zero.py, because DeepSpeed's engine does not run on fake
 tensors.
 
+With expert parallelism, where a token's rows go is unknown: `AssumedExchange` assumes it.
+
 Layers take the same bytes if they and their neighbours have the same window, MLP and recomputation.
 So the dry run executes a few representative layers and repeats their bytes for all L layers.
 
@@ -15,9 +17,11 @@ scores. A plan for an accelerator uses tensors of a simulated one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,10 +38,13 @@ from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import Rotary, TransformerSpec
 from zero_tp.model.context import PackedSequences
 from zero_tp.model.model_class import model_class
+from zero_tp.model.moe import Experts
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.model.recompute.stores import MAX_COPIES_OUT
+from zero_tp.parallel.collectives import Group, Pending, group_size
 from zero_tp.parallel.elementwise import ElementwiseOps, set_training_elementwise
+from zero_tp.parallel.expert_exchange import AllToAllExperts
 from zero_tp.parallel.topology import Topology
 from zero_tp.tools.planning.plan_settings import Workload
 from zero_tp.tools.planning.simulated_accelerator import (
@@ -132,7 +139,7 @@ def fake_micro_batch(
         options: dict[str, Any] = {"pack": pack_single_tokens} if spec.causal else {}
         model = model_class(spec)(
             config,
-            fake_tp_topology(workload.tensor, workload.sequence),
+            fake_topology(workload.tensor, workload.sequence, workload.expert),
             **options,
             source=UninitializedSource(),
             dtype=getattr(torch, DTYPES[workload.dtype]),
@@ -144,6 +151,7 @@ def fake_micro_batch(
         # Dropout's masks are activations: in evaluation mode there are none.
         model.train()
         set_training_elementwise(model, ElementwiseOps(representative_chunks))
+        assume_exchange(model, workload)
         recomputing = tuple(number for number, kind in enumerate(executed) if kind.recomputes)
         # Wraps the layers' forward.
         ActivationMemory(model, workload.policy, workload.checkpointing, device, recomputing)
@@ -189,20 +197,62 @@ class UninitializedSource:
         pass
 
 
-def fake_tp_topology(tensor: int, sequence: bool) -> Topology:
-    """Return the topology of rank 0 in a fake TP group. It needs no process group."""
-    topology = Topology(tensor, sequence, world=tensor)
+class AssumedExchange(AllToAllExperts):
+    """An exchange of fake rows. Each rank of the group sends this one as many as any other does.
+
+    Args:
+        ends, group: as of `AllToAllExperts`.
+        imbalance: rows that this rank gets, divided by those that it sends.
+    """
+
+    def __init__(self, ends: Tensor, group: Group = None, *, imbalance: float):
+        super().__init__(ends, group)
+        self._imbalance = imbalance
+
+    def start_dispatch(self, rows: Tensor) -> Pending:
+        # The first rows have their number, which no fake tensor has as a value.
+        if "splits" not in vars(self):
+            sizes = len(rows), math.ceil(self._imbalance * len(rows))
+            sent, received = (even_parts(size, group_size(self.expert_group)) for size in sizes)
+            self.splits = sent, received
+        return super().start_dispatch(rows)
+
+
+def assume_exchange(model: ParallelModel, workload: Workload) -> None:
+    """Make experts that are divided over ranks exchange rows by `AssumedExchange`."""
+    for module in model.modules():
+        if isinstance(module, Experts) and workload.expert > 1:
+            module.exchange = partial(AssumedExchange, imbalance=workload.imbalance)
+
+
+def even_parts(number: int, count: int) -> list[int]:
+    """Divide a number into `count` parts that differ by at most 1: 7 into 3, 2 and 2."""
+    return [number // count + (place < number % count) for place in range(count)]
+
+
+def fake_topology(tensor: int, sequence: bool, expert: int = 1) -> Topology:
+    """Return the topology of rank 0 with a fake TP group and a fake expert group. It needs no
+    process group.
+    """
+    topology = Topology(tensor, sequence, expert=expert, world=tensor * expert)
+    topology.tensor_group = _fake_group(tensor)
+    topology.expert_group = _fake_group(expert)
+    return topology
+
+
+def _fake_group(size: int) -> Group:
+    """Return a group whose collectives return at once; None of one rank."""
+    if size == 1:
+        return None
     # A group looks its backend up by the type of a tensor's device. "privateuseone" is the
     # simulated one, which `rename_privateuse1_backend` renames.
-    if tensor > 1:
-        backend = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, tensor)
-        group = dist.ProcessGroup(FakeStore(), 0, tensor)
-        kind = dist.ProcessGroup.BackendType.CUSTOM
-        group._set_default_backend(kind)
-        for device_type in ("cpu", "cuda", "privateuseone"):
-            group._register_backend(torch.device(device_type), kind, backend)
-        topology.tensor_group = group
-    return topology
+    backend = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, size)
+    group = dist.ProcessGroup(FakeStore(), 0, size)
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    group._set_default_backend(kind)
+    for device_type in ("cpu", "cuda", "privateuseone"):
+        group._register_backend(torch.device(device_type), kind, backend)
+    return group
 
 
 # ---- representative layers -----------------------------------------------------------------------

@@ -24,7 +24,7 @@ generators, a mask that all layers share, and the layer's output (the next one's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from zero_tp.model.architectures.spec import TransformerSpec
@@ -80,7 +80,7 @@ class Layer:
             itemsize=workload.itemsize,
             head_size=spec.head_size,
             kv_heads=spec.kv_heads,
-            mlp_size=spec.active_width,
+            mlp_size=workload.active_width(spec),
             gated=spec.mlp_matrices == 3,
             residual_dropout=spec.dropouts.residual > 0,
             attention_dropout=spec.dropouts.attention > 0,
@@ -258,6 +258,14 @@ def model_states(parameters: float, stage: int, data: int, itemsize: int = 2) ->
         name: size * parameters / (data if stage >= partitioned_from[name] else 1)
         for name, size in sizes.items()
     }
+
+
+def model_states_of_shares(
+    shares: Iterable[tuple[float, int]], stage: int, itemsize: int
+) -> dict[str, float]:
+    """Return the sum of `model_states` of parts of a rank's parameters, (Ψ, N_d) each."""
+    states = [model_states(parameters, stage, data, itemsize) for parameters, data in shares]
+    return {name: sum(one[name] for one in states) for name in states[0]}
 
 
 # ---- communication of one step -------------------------------------------------------------------

@@ -4,7 +4,7 @@ states (zero.py). `PaperMemory` is the papers' account, for comparison alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.model_class import model_class
 from zero_tp.model.parallel_model import ParallelModel
+from zero_tp.parallel.layout import layout_of
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning import formulas
@@ -49,6 +50,20 @@ class ModelSize(NamedTuple):
         """
         return self.num_parameters - self.spec.idle_parameters
 
+    def shares(self, tensor: int, expert: int, data: int) -> list[tuple[float, int]]:
+        """Return the parameters of one rank before ZeRO partitions them, each with the number of
+        replicas that have the same ones.
+
+        By the papers these are Ψ/t and N_d. With EP degree E a rank has an E-th of the experts, as
+        N_d/E others do.
+        """
+        if expert == 1:
+            return [(self.num_parameters / tensor, data)]
+        experts = self.parameters.experts
+        # TP splits every expert, so the whole model has t·E times a rank's.
+        others = self.num_parameters / tensor - expert * experts
+        return [(others, data), (experts, data // expert)]
+
 
 def model_size(
     config: PretrainedConfig,
@@ -56,28 +71,36 @@ def model_size(
     sequence: bool,
     param_groups: Sequence[ParamGroup] = (),
     params: OptimizerParams | None = None,
+    *,
+    expert: int = 1,
 ) -> ModelSize:
     """Build a model on the meta device and count its parameters.
 
     Args:
+        tensor, sequence, expert: the TP degree, whether SP is on, and the EP degree.
         param_groups, params: of the run and its optimizer; they decide what DeepSpeed flattens
             together, and what Muon updates.
     """
     spec = architecture_of(config).spec(config)
     # On the meta device weights have shapes and no memory, so a model of any size is counted on a
     # laptop.
-    model = model_class(spec)(config, Topology(tensor, sequence, world=tensor), device="meta")
+    topology = Topology(tensor, sequence, expert=expert, world=tensor * expert)
+    model = model_class(spec)(config, topology, device="meta")
     params = params or OptimizerParams(lr=0.0)
     divided = divide_parameters(model, param_groups, params)
-    by_muon = tuple(
-        _matrix_group(model, group.names, params)
-        if group.is_muon and isinstance(params, Muon)
-        else None
-        for group in divided
-    )
-    groups = tuple(
-        tuple(model.get_parameter(name).numel() for name in group.names) for group in divided
-    )
+    by_muon = list[MatrixGroup | None]()
+    groups = list[tuple[int, ...]]()
+    are_experts = list[bool]()
+    for group in divided:
+        # As DeepSpeed wants them, experts are groups of their own (engine/zero/expert_groups.py).
+        for names, has_experts in _split_by_expert(model, group.names):
+            groups.append(tuple(model.get_parameter(name).numel() for name in names))
+            are_experts.append(has_experts)
+            by_muon.append(
+                _matrix_group(model, names, params)
+                if group.is_muon and isinstance(params, Muon)
+                else None
+            )
     modules: list[tuple[int, ...]] = []
     layers: list[int] = []
     for name, module in model.named_modules():
@@ -93,8 +116,26 @@ def model_size(
     num_parameters = model.num_parameters()
     # The last module of an encoder is not its tied output layer.
     tied = bool(config.tie_word_embeddings) and modules[-1] == modules[0]
-    parameters = RankParameters(groups, tuple(modules), tuple(layers), tied, by_muon)
+    parameters = RankParameters(
+        tuple(groups), tuple(modules), tuple(layers), tied, tuple(by_muon), tuple(are_experts)
+    )
     return ModelSize(spec, parameters, num_parameters)
+
+
+def _split_by_expert(
+    model: ParallelModel, names: Sequence[str]
+) -> Iterator[tuple[Sequence[str], bool]]:
+    """Yield the names of parameters that every replica has, and those of experts that are divided
+    over expert ranks, each with whether they are experts; none that is empty.
+    """
+    for has_experts in (False, True):
+        chosen = [
+            name
+            for name in names
+            if (layout_of(model.get_parameter(name)).experts > 1) == has_experts
+        ]
+        if chosen:
+            yield chosen, has_experts
 
 
 def _matrix_group(model: ParallelModel, names: Sequence[str], muon: Muon) -> MatrixGroup:
@@ -117,7 +158,8 @@ def run_model_size(config: RunConfig) -> ModelSize:
     parallel = block.parallel
     groups = block.param_groups
     params = params_of(config)
-    return model_size(config.hf_config(), parallel.tensor, parallel.sequence, groups, params)
+    sizes = parallel.tensor, parallel.sequence
+    return model_size(config.hf_config(), *sizes, groups, params, expert=parallel.expert)
 
 
 @dataclass(frozen=True)
@@ -260,9 +302,9 @@ class PaperMemory:
     data: int
 
     @property
-    def parameters(self) -> float:
-        """Return Ψ/t: the parameters of this rank before ZeRO partitions them."""
-        return self.model.num_parameters / self.workload.tensor
+    def shares(self) -> list[tuple[float, int]]:
+        """Return `ModelSize.shares` of this run's degrees."""
+        return self.model.shares(self.workload.tensor, self.workload.expert, self.data)
 
     @property
     def layer(self) -> formulas.Layer:
@@ -307,7 +349,7 @@ class PaperMemory:
         outside the layers.
         """
         return {
-            **formulas.model_states(self.parameters, self.stage, self.data, self.workload.itemsize),
+            **formulas.model_states_of_shares(self.shares, self.stage, self.workload.itemsize),
             "activations": self.all_layers_bytes(),
             "outside layers": self.outside_bytes(),
         }

@@ -13,6 +13,7 @@ from zero_tp.parallel.devices import Device
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning import formulas
 from zero_tp.tools.planning.dryrun import dry_run
+from zero_tp.tools.planning.exchange_time import ExpertExchange
 from zero_tp.tools.planning.matrix_update import MatrixUpdate
 from zero_tp.tools.planning.memory import (
     ModelSize,
@@ -67,6 +68,7 @@ class Estimate:
             parameters.total,
             tensors,
             self.muon,
+            parameters.experts,
         ).estimate()
 
     @property
@@ -78,11 +80,14 @@ class Estimate:
     def communicators(self) -> int:
         """Return a rank's number of communicators.
 
-        There is one of the world, and one of each TP or DP group that is smaller.
+        There is one of the world, and one of each TP, DP, expert or expert-data group that is
+        smaller.
         """
-        return (self.ranks > 1) + sum(
-            1 < size < self.ranks for size in (self.workload.tensor, self.settings.data)
-        )
+        settings = self.settings
+        sizes = [self.workload.tensor, settings.data]
+        if settings.expert > 1:
+            sizes += [settings.expert, settings.expert_data]
+        return (self.ranks > 1) + sum(1 < size < self.ranks for size in sizes)
 
     @property
     def reserved(self) -> float:
@@ -143,6 +148,7 @@ class Estimate:
         workload = self.workload
         zero = self.settings
         parts = [f"TP {workload.tensor}", *["SP"] * workload.sequence]
+        parts += [f"EP {workload.expert}"] * (workload.expert > 1)
         parts += [f"ZeRO-{zero.stage}", *["reduced to owners"] * zero.requests_owner_reduction]
         parts += [workload.describe_recompute(), f"micro {workload.batch} × {zero.accumulation}"]
         offloaded = ["optimizer"] * zero.offload_optimizer + ["parameters"] * zero.offload_param
@@ -155,6 +161,7 @@ class Estimate:
         return {
             "tensor": workload.tensor,
             "sequence": workload.sequence,
+            "expert": workload.expert,
             "stage": zero.stage,
             "recompute": workload.recompute,
             "micro": workload.batch,
@@ -213,6 +220,22 @@ class Plan(Estimate):
         peak = matrix_flops(self.device, self.config.dtype)
         return utilisation(self.model_flops, self.time.total, self.ranks, peak)
 
+    @property
+    def expert_bytes(self) -> float:
+        """Return the bytes that the busiest rank sends to other expert ranks in a step."""
+        spec = self.model.spec
+        workload = self.workload
+        if workload.expert == 1:
+            return 0.0
+        accumulation = self.config.accumulation
+        recomputed = 0.0
+        if workload.policy.mode == "full":
+            recomputed = workload.policy.mean_recomputed_layers(spec.layers, accumulation)
+        share = recomputed / spec.layers
+        exchange = ExpertExchange(spec, workload)
+        sent = (1 - share) * exchange.sent() + share * exchange.sent(recomputed=True)
+        return accumulation * len(spec.expert_layers) * sent
+
     def elements_sent(self) -> dict[str, float]:
         """Return the elements that one rank sends in a step over TP and over DP, by the papers'
         formulas.
@@ -224,10 +247,14 @@ class Plan(Estimate):
         recomputed = policy.mean_recomputed_layers(layers, config.accumulation)
         tensor = recomputed * formulas.tensor_volume(paper.layer, policy.mode)
         tensor += (layers - recomputed) * formulas.tensor_volume(paper.layer)
-        data = formulas.zero_volume(
-            paper.parameters, config.zero_stage, config.data_parallel, config.accumulation
+        data = sum(
+            formulas.zero_volume(parameters, config.zero_stage, ranks, config.accumulation)
+            for parameters, ranks in paper.shares
         )
-        return {"tensor": config.accumulation * tensor, "data": data}
+        elements = {"tensor": config.accumulation * tensor, "data": data}
+        if self.workload.expert > 1:
+            elements["expert"] = self.expert_bytes / self.workload.itemsize
+        return elements
 
     def dry_run_all_layers(self) -> tuple[Point, float]:
         """Return the peak of a dry run that executes every layer, and the seconds that it took."""
@@ -253,6 +280,7 @@ class Plan(Estimate):
                 "tensor": workload.tensor,
                 "data": config.data_parallel,
                 "sequence": workload.sequence,
+                "expert": workload.expert,
             },
             "zero_stage": config.zero_stage,
             "dtype": config.dtype,
@@ -284,7 +312,13 @@ class Plan(Estimate):
         }
 
 
-def plan(config: RunConfig, device: Device, tokens: int | None = None) -> Plan:
+def plan(
+    config: RunConfig,
+    device: Device,
+    tokens: int | None = None,
+    *,
+    expert_imbalance: float = 1.0,
+) -> Plan:
     """Plan a run on a device.
 
     `Plan.needed` [bytes of a rank] is the peak of memory.py (activations by dryrun.py, states by
@@ -293,12 +327,15 @@ def plan(config: RunConfig, device: Device, tokens: int | None = None) -> Plan:
     Args:
         config: loaded with a world size.
         tokens: tokens of the whole run; None: those of the config's steps.
+        expert_imbalance: see `Workload`.
 
     Raises:
         UserError: the device can't compute in the run's dtype.
     """
     matrix_flops(device, config.dtype)  # refuses before the dry run
     model = run_model_size(config)
-    workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
+    workload = workload_of(
+        config, cpu=device.is_cpu, varlen=device.varlen, expert_imbalance=expert_imbalance
+    )
     memory = rank_memory(config, cpu=device.is_cpu, model=model, workload=workload)
     return Plan(device, model, workload, memory, config, tokens)

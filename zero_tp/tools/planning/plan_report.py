@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from tqdm import tqdm
 
 from zero_tp.base.constants import GIB, MIB, in_gib
+from zero_tp.model.architectures.spec import ExpertsSpec
+from zero_tp.parallel.topology import describe_grid
 from zero_tp.tools.planning.matrix_update import MatrixUpdate
 from zero_tp.tools.planning.memory import CATEGORIES, Point
 from zero_tp.tools.planning.plan import DAY, HOUR, Estimate, Plan
@@ -43,8 +45,9 @@ def heading_lines(plan: Plan) -> list[str]:
     block = plan.config.zero_tp
     model = config.hf_config()
     parameters = plan.model.num_parameters
-    sizes = f"TP {block.parallel.tensor} × DP {config.data_parallel}"
-    sequence = ", SP" if plan.workload.sequence else ""
+    workload = plan.workload
+    degrees = workload.tensor, config.data_parallel
+    grid = describe_grid(*degrees, workload.sequence, workload.expert)
     active = ""
     experts = plan.model.spec.experts
     if experts is not None:
@@ -54,13 +57,9 @@ def heading_lines(plan: Plan) -> list[str]:
         )
     return [
         f"{model.model_type}, {parameters:,} parameters{active}, {plan.model.parameters.total:,} a "
-        "TP rank",
-        *(
-            ["assumed: every expert of a layer gets as many tokens as any other"]
-            if experts is not None
-            else []
-        ),
-        f"{plan.ranks} × {plan.device.name} = {sizes}{sequence}, ZeRO-{config.zero_stage}, "
+        f"{'TP ' * (workload.expert == 1)}rank",
+        *([] if experts is None else expert_lines(plan, experts)),
+        f"{plan.ranks} × {plan.device.name} = {grid}, ZeRO-{config.zero_stage}, "
         f"{config.dtype}, "
         f"{plan.workload.describe_recompute()}, {block.attention}",
         f"{config.global_batch} × {block.data.sequence_length} tokens a step = micro "
@@ -68,6 +67,21 @@ def heading_lines(plan: Plan) -> list[str]:
         f"accumulation {config.accumulation} × data {config.data_parallel}",
         *(["NVMe is counted as host memory"] if config.nvme_paths else []),
         *([GUARD_NOTE] if block.training.guard_gradients else []),
+    ]
+
+
+def expert_lines(plan: Plan, experts: ExpertsSpec) -> list[str]:
+    """Say where the tokens of a layer with experts are assumed to go."""
+    workload = plan.workload
+    assumed = "every expert of a layer gets as many tokens as any other"
+    if workload.imbalance > 1:
+        assumed = f"the busiest expert rank gets {workload.imbalance:g} times the mean tokens"
+    of_rank = experts.count // workload.expert
+    rows = workload.expert_rows(plan.model.spec)
+    return [
+        f"assumed: {assumed}",
+        f"EP {workload.expert}: a rank has {of_rank:,} of {experts.count:,} experts of a layer, "
+        f"which get {rows:,.0f} rows of tokens in a micro-batch, {rows / of_rank:,.0f} each",
     ]
 
 

@@ -44,6 +44,9 @@ class Workload:
         varlen: the accelerators support `varlen_attn`, so documents and windows need no mask, and
             `flex_attention`, which keeps no capped scores.
         compiled: training's elementwise work runs in compiled kernels.
+        expert: the EP degree E.
+        expert_imbalance: rows that the busiest of E ranks gets, divided by the mean of all; see
+            `imbalance`.
     """
 
     length: int
@@ -58,10 +61,34 @@ class Workload:
     label_fraction: float = 1.0
     varlen: bool = True
     compiled: bool = False
+    expert: int = 1
+    expert_imbalance: float = 1.0
 
     def stores_scores(self, spec: TransformerSpec) -> bool:
         """Return whether backward keeps the attention's probabilities."""
         return spec.stores_scores(flash=self.varlen and not self.cpu)
+
+    @property
+    def imbalance(self) -> float:
+        """Return by how much the rows of this rank's experts exceed the mean of an expert group;
+        1 without EP, where a rank has the rows of its own tokens.
+        """
+        # At most E: one rank then has the rows of all.
+        return min(self.expert_imbalance, self.expert)
+
+    def expert_rows(self, spec: TransformerSpec) -> float:
+        """Return the rows that the experts of a layer have on this rank."""
+        assert spec.experts is not None
+        return self.imbalance * self.length * self.batch * spec.experts.per_token
+
+    def active_width(self, spec: TransformerSpec) -> float:
+        """Return the width of all MLPs that this rank computes for each of its tokens, a mean over
+        layers.
+        """
+        if spec.experts is None:
+            return spec.active_width
+        chosen = spec.experts.per_token * spec.experts.size * len(spec.expert_layers) / spec.layers
+        return spec.active_width + (self.imbalance - 1) * chosen
 
     @property
     def labels(self) -> int:
@@ -135,7 +162,9 @@ class Workload:
         return ", ".join([f"recompute {self.policy.mode}", *parts]).replace("_", " ")
 
 
-def workload_of(config: RunConfig, *, cpu: bool, varlen: bool = True) -> Workload:
+def workload_of(
+    config: RunConfig, *, cpu: bool, varlen: bool = True, expert_imbalance: float = 1.0
+) -> Workload:
     """Return the workload of a run's micro-batch on one rank."""
     block = config.zero_tp
     parallel = config.zero_tp.parallel
@@ -144,6 +173,8 @@ def workload_of(config: RunConfig, *, cpu: bool, varlen: bool = True) -> Workloa
         batch=config.micro_batch,
         tensor=parallel.tensor,
         sequence=parallel.sequence and parallel.tensor > 1,
+        expert=parallel.expert,
+        expert_imbalance=expert_imbalance,
         dtype=config.dtype,
         cpu=cpu,
         policy=block.recompute_policy,
@@ -164,6 +195,7 @@ class ZeroSettings:
 
     Attributes:
         stage, data: ZeRO's stage, and the DP size N_d.
+        expert: the EP degree E.
         cpu: the device is the CPU, and its memory is the host's.
         accumulation: micro-batches of a step.
         grad_accum_itemsize: bytes of an element of accumulated gradients (`grad_accum_dtype`).
@@ -189,6 +221,7 @@ class ZeroSettings:
 
     stage: int
     data: int
+    expert: int
     dtype: str
     cpu: bool
     accumulation: int
@@ -224,6 +257,7 @@ class ZeroSettings:
         return cls(
             stage=config.zero_stage,
             data=config.data_parallel,
+            expert=config.zero_tp.parallel.expert,
             dtype=config.dtype,
             cpu=cpu,
             accumulation=config.accumulation,
@@ -249,6 +283,11 @@ class ZeroSettings:
             max_reuse=zero.stage3_max_reuse_distance,
             sub_group=zero.sub_group_size,
         )
+
+    @property
+    def expert_data(self) -> int:
+        """Return the number of ranks that have the same experts, N_d/E."""
+        return self.data // self.expert
 
     @property
     def itemsize(self) -> int:

@@ -113,18 +113,20 @@ class Rates:
         latency = BASE_LATENCY + far_hops * FAR_HOP + (ranks - 1 - far_hops) * NEAR_HOP
         return calls * latency + size * (ranks - 1) / ranks / (speed * 1e9)
 
-    def all_to_all_seconds(self, size: float, ranks: int) -> float:
-        """Return the seconds of an all-to-all over ranks that follow each other.
+    def all_to_all_seconds(self, size: float, ranks: int, stride: int = 1) -> float:
+        """Return the seconds of an all-to-all.
 
         Each rank sends to all others at once, inside the node and out of it at the same time.
 
         Args:
             size: the most bytes that one rank sends to others or receives from them.
+            stride: distance of neighbours in the group, as of `collective_seconds`. Groups of the
+                same kind run at the same time, but no two of them share a rank's links.
         """
         if ranks == 1:
             return 0.0
         device = self.device
-        near = min(device.per_node, ranks) - 1
+        near = min(max(1, device.per_node // stride), ranks) - 1
         far_share = 1 - near / (ranks - 1)
         inside = size * (1 - far_share) / (device.intra_gbps * device.link_share * 1e9)
         outside = size * far_share / (device.inter_gbps * device.inter_share * 1e9)

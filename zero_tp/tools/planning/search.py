@@ -12,6 +12,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,14 @@ import torch
 
 from zero_tp.base.constants import DTYPES, GIB
 from zero_tp.base.errors import ConfigError, UserError
-from zero_tp.base.settings.deepspeed import ActivationCheckpointing
+from zero_tp.base.settings.deepspeed import ActivationCheckpointing, DeepSpeedSettings
 from zero_tp.base.settings.recompute import RecomputeMode, RecomputePolicy
 from zero_tp.base.settings.resolve import apply_overrides
 from zero_tp.base.strict_json import read_json
+from zero_tp.base.validation import ConfigErrors
+from zero_tp.engine.settings.rules import refuse_experts
+from zero_tp.model.architectures import architecture_of
+from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.parallel.devices import Device
 from zero_tp.parallel.loss import accumulates_in_fp32, block_positions
 from zero_tp.run.config import RunConfig
@@ -50,13 +55,18 @@ class Search:
         fitting: number of candidates that fit by formulas.
     """
 
-    def __init__(self, config: RunConfig, device: Device):
-        """Rank all candidates by formulas."""
+    def __init__(self, config: RunConfig, device: Device, *, expert_imbalance: float = 1.0):
+        """Rank all candidates by formulas.
+
+        Args:
+            expert_imbalance: see `Workload`.
+        """
         assert config.world_size is not None
+        self.expert_imbalance = expert_imbalance
         self.config = config
         self.device = device
         self.ranks = config.world_size
-        self._dry_runs: dict[tuple[int, bool, int, str], list[MemorySample]] = {}
+        self._dry_runs: dict[tuple[int, bool, int, int, str], list[MemorySample]] = {}
         self.ranked = list(self._candidates())
         if not self.ranked:
             raise UserError(
@@ -134,14 +144,20 @@ class Search:
             TP 2   DP 4   16 rows a replica   1 × 16 … 16 × 1, each with and without SP
             TP 8   DP 1   64 rows a replica   1 × 64 … 64 × 1
 
-        Times 4 stages, 2 or 3 recomputations, 3 offloads and 2 ways to reduce gradients. What a
-        stage does not have is left out.
+        Times the EP degrees that divide DP and the model's experts, 4 stages, 2 or 3
+        recomputations, 3 offloads and 2 ways to reduce gradients. What a stage does not have is
+        left out.
         """
         config = self.config
         device = self.device
         run_settings = ZeroSettings.of(config, cpu=device.is_cpu)
-        run_workload = workload_of(config, cpu=device.is_cpu, varlen=device.varlen)
-        for tensor, sequence in itertools.product(_divisors(self.ranks), (False, True)):
+        run_workload = workload_of(
+            config,
+            cpu=device.is_cpu,
+            varlen=device.varlen,
+            expert_imbalance=self.expert_imbalance,
+        )
+        for tensor, sequence, expert in self._degrees():
             data = self.ranks // tensor
             samples, left_over = divmod(config.global_batch, data)
             if left_over or (sequence and (tensor == 1 or run_workload.length % tensor)):
@@ -149,23 +165,13 @@ class Search:
             try:
                 groups = config.zero_tp.param_groups
                 params = params_of(config)
-                model = model_size(config.hf_config(), tensor, sequence, groups, params)
+                degrees = tensor, sequence
+                model = model_size(config.hf_config(), *degrees, groups, params, expert=expert)
             except UserError:  # heads or MLP do not divide
                 continue
-            # Fused attention has no activations that selective recomputation could drop.
-            is_fused = not run_workload.stores_scores(model.spec) and not (
-                device.is_cpu and model.spec.dropouts.attention
-            )
-            policies = [
-                RecomputePolicy(mode=mode)
-                for mode in MODES
-                if not (is_fused and mode == "selective")
-            ]
-            # The run's own policy may have fields that no mode has by default, such as a number of
-            # layers.
-            policies += [run_workload.policy] * (run_workload.policy not in policies)
+            policies = _policies(run_workload, model.spec)
             choices = itertools.product(
-                _divisors(samples), range(4), policies, OFFLOADS, (False, True)
+                _divisors(samples), self._stages[expert], policies, OFFLOADS, (False, True)
             )
             for micro, stage, policy, (lowest_stage, optimizer, parameters), owners in choices:
                 changes = {
@@ -174,7 +180,7 @@ class Search:
                     "requests_owner_reduction": owners,
                 }
                 settings = run_settings.with_stage(
-                    stage, data=data, accumulation=samples // micro, **changes
+                    stage, data=data, expert=expert, accumulation=samples // micro, **changes
                 )
                 # Where a stage cannot reduce to owners, or with one replica, both values of
                 # `owners` would be the same candidate twice.
@@ -186,6 +192,7 @@ class Search:
                     batch=micro,
                     tensor=tensor,
                     sequence=sequence,
+                    expert=expert,
                     policy=policy,
                     checkpointing=checkpointing
                     if policy.mode == "full"
@@ -201,6 +208,28 @@ class Search:
                     RankMemory(zero, _estimated_samples(model, workload, zero)),
                 )
 
+    def _degrees(self) -> Iterator[tuple[int, bool, int]]:
+        """Yield degrees of TP, whether SP is on, and degrees of EP. Those without EP come first, so
+        that of equals they stay first.
+        """
+        for expert, stages in self._stages.items():
+            for tensor, sequence in itertools.product(_divisors(self.ranks), (False, True)):
+                if stages and self.ranks // tensor % expert == 0:
+                    yield tensor, sequence, expert
+
+    @cached_property
+    def _stages(self) -> dict[int, list[int]]:
+        """Return the ZeRO stages that a run accepts with each degree of EP that divides the
+        model's experts, 1 first.
+        """
+        hf_config = self.config.hf_config()
+        experts = architecture_of(hf_config).spec(hf_config).experts
+        degrees = [1] if experts is None else _divisors(math.gcd(experts.count, self.ranks))
+        return {
+            expert: [stage for stage in range(4) if _accepts(self.config.settings, stage, expert)]
+            for expert in degrees
+        }
+
     def _dry_run(self, estimate: Estimate) -> Estimate:
         workload = estimate.workload
         spec = estimate.model.spec
@@ -209,6 +238,7 @@ class Search:
         key = (
             workload.tensor,
             workload.sequence,
+            workload.expert,
             workload.batch,
             workload.policy.model_dump_json(),
         )
@@ -275,6 +305,27 @@ def _estimated_samples(
     ]
 
 
+def _policies(run: Workload, spec: TransformerSpec) -> list[RecomputePolicy]:
+    """Return the policies of recomputation that a search tries, of a run's workload."""
+    # Fused attention has no activations that selective recomputation could drop.
+    is_fused = not run.stores_scores(spec) and not (run.cpu and spec.dropouts.attention)
+    policies = [
+        RecomputePolicy(mode=mode) for mode in MODES if not (is_fused and mode == "selective")
+    ]
+    # The run's own policy may have fields that no mode has by default, such as a number of layers.
+    return policies + [run.policy] * (run.policy not in policies)
+
+
+def _accepts(settings: DeepSpeedSettings, stage: int, expert: int) -> bool:
+    """Return whether a run with these settings accepts a degree of EP at a ZeRO stage."""
+    zero = settings.zero_optimization.model_copy(update={"stage": stage})
+    try:
+        refuse_experts(settings.model_copy(update={"zero_optimization": zero}), expert)
+    except ConfigErrors:
+        return False
+    return True
+
+
 def _divisors(number: int) -> list[int]:
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
@@ -313,6 +364,9 @@ def candidate_config(
         "tensor": workload.tensor,
         "sequence": workload.sequence,
     }
+    # Without EP as the file has it: most runs' files have no such key.
+    if workload.expert > 1 or "expert" in parallel:
+        parallel["expert"] = workload.expert
     config: dict[str, Any] = {
         **raw,
         "train_batch_size": workload.batch * settings.accumulation * settings.data,

@@ -17,6 +17,7 @@ from zero_tp.model.flops import forward_flops, head_products
 from zero_tp.model.norm import NORMS
 from zero_tp.model.transformer import LAYERS
 from zero_tp.parallel.devices import Device
+from zero_tp.tools.planning.exchange_time import ExchangeTime, ExpertExchange
 from zero_tp.tools.planning.formulas import Layer
 from zero_tp.tools.planning.matrix_time import MatrixTime
 from zero_tp.tools.planning.matrix_update import MatrixUpdate
@@ -49,12 +50,13 @@ class Seconds(NamedTuple):
     """Seconds of a pass by what limits it.
 
     `products` are matrix products, `memory_bound` operations bound by memory bandwidth,
-    `collectives` the exposed ones over TP.
+    `collectives` the exposed ones over TP, `exchanges` those between expert ranks.
     """
 
     products: float = 0.0
     memory_bound: float = 0.0
     collectives: float = 0.0
+    exchanges: float = 0.0
 
     @property
     def total(self) -> float:
@@ -91,6 +93,7 @@ class StepTime:
         recompute: recomputation in backward.
         elementwise: norms, activations, dropout, residual sums, softmax, accumulation of gradients.
         tp_communication: exposed collectives over TP.
+        expert_exchange: exposed all-to-alls between expert ranks.
         dp_communication: exposed collectives over DP, and the slowdown of the products that overlap
             the others.
         optimizer: the update.
@@ -106,6 +109,7 @@ class StepTime:
     recompute: float
     elementwise: float
     tp_communication: float
+    expert_exchange: float
     dp_communication: float
     optimizer: float
     newton_schulz: float
@@ -124,6 +128,7 @@ class StepTime:
             "recomputation": self.recompute,
             "elementwise": self.elementwise,
             "TP communication": self.tp_communication,
+            "expert exchange": self.expert_exchange,
             "DP communication": self.dp_communication,
             "optimizer": self.optimizer,
             "Newton-Schulz": self.newton_schulz,
@@ -147,6 +152,7 @@ class StepTimeEstimator:
         parameters: elements on one rank before ZeRO partitions them.
         tensors: their number.
         muon: the update of each group of matrices.
+        expert_parameters: those of `parameters` that are of experts divided over expert ranks.
     """
 
     spec: TransformerSpec
@@ -156,6 +162,7 @@ class StepTimeEstimator:
     parameters: float
     tensors: int = 0
     muon: tuple[MatrixUpdate, ...] = ()
+    expert_parameters: float = 0.0
 
     @cached_property
     def rates(self) -> Rates:
@@ -172,6 +179,22 @@ class StepTimeEstimator:
     def matrix_time(self) -> MatrixTime:
         return MatrixTime(self.muon, self.rates, self.settings)
 
+    @cached_property
+    def exchange(self) -> ExchangeTime:
+        """Return the time of a layer's exchange between expert ranks, a mean over layers."""
+        share = len(self.spec.expert_layers) / self.spec.layers
+        seconds = ExpertExchange(self.spec, self.workload).seconds(self.rates)
+        return ExchangeTime(*(share * part for part in seconds))
+
+    @property
+    def partition(self) -> float:
+        """Return the elements of this rank whose masters and states it has."""
+        settings = self.settings
+        if settings.stage == 0:
+            return self.parameters
+        everywhere = self.parameters - self.expert_parameters
+        return everywhere / settings.data + self.expert_parameters / settings.expert_data
+
     def layer_time(self) -> LayerTime:
         """Return the time of one layer and micro-batch, a mean over layers."""
         products = [*self._column_products(), *self._row_products()]
@@ -187,15 +210,25 @@ class StepTimeEstimator:
             sum(sizes) for sizes in zip(*traffic.values(), strict=True)
         )
         tp_forward, tp_backward, slowdown = self._tp_collectives()
-        forward = Seconds(outputs + core_forward, bytes_forward / self.rates.memory, tp_forward)
+        exchange = self.exchange
+        slowdown += self.rates.slowdown(exchange.hidden)
+        forward = Seconds(
+            outputs + core_forward,
+            bytes_forward / self.rates.memory,
+            tp_forward,
+            exchange.numbers + exchange.forward,
+        )
         backward = Seconds(
-            gradients + core_backward + slowdown, bytes_backward / self.rates.memory, tp_backward
+            gradients + core_backward + slowdown,
+            bytes_backward / self.rates.memory,
+            tp_backward,
+            exchange.backward,
         )
         policy = self.workload.policy
         recompute = Seconds()
         if policy.mode == "full":
             # `full` runs the whole layer once more, with its collectives.
-            recompute = forward
+            recompute = forward._replace(exchanges=exchange.forward)
         elif policy.mode == "selective":
             core = core_forward if "attention_core" in policy.chosen_modules else 0.0
             recompute = Seconds(
@@ -213,7 +246,7 @@ class StepTimeEstimator:
         # With fewer KV heads than ranks each rank computes a whole head, which others compute too.
         kv_heads = max(1.0, spec.kv_heads / t)
         # A plain MLP has one column-parallel product, a gated one two: gate and up.
-        mlp = (spec.mlp_matrices - 1) * spec.active_width / t
+        mlp = (spec.mlp_matrices - 1) * self.workload.active_width(spec) / t
         return [(spec.hidden, (spec.heads / t + 2 * kv_heads) * spec.head_size), (spec.hidden, mlp)]
 
     def _row_products(self) -> list[tuple[float, float]]:
@@ -222,7 +255,7 @@ class StepTimeEstimator:
         t = self.workload.tensor
         return [
             (spec.heads * spec.head_size / t, spec.hidden),
-            (spec.active_width / t, spec.hidden),
+            (self.workload.active_width(spec) / t, spec.hidden),
         ]
 
     @property
@@ -313,14 +346,12 @@ class StepTimeEstimator:
         # adds the product to it.
         scores = layer.scores if eager else 0.0
         sorted_copies = 0.0  # of tokens before the experts, and of their outputs
+        arrived = 0.0  # rows of other ranks' tokens, which are sorted by expert
         if spec.experts is not None:
-            sorted_copies = (
-                self._tokens
-                * spec.hidden
-                * spec.experts.per_token
-                * len(spec.expert_layers)
-                / spec.layers
-            )
+            share = spec.hidden * len(spec.expert_layers) / spec.layers
+            sorted_copies = self._tokens * spec.experts.per_token * share
+            if self.workload.expert > 1:
+                arrived = self.workload.expert_rows(spec) * share
         mask = 2 * e + 1 if spec.dropouts.attention else 0
         kind = LAYERS[spec.layer]
         norms = len(kind.attention_norms) + len(kind.mlp_norms)
@@ -346,7 +377,11 @@ class StepTimeEstimator:
                 e * layer.mlp * (2 * spec.mlp_matrices - 1),
             ),
             "heads": (transposed + rotated, transposed + rotated),
-            "experts": (4 * e * sorted_copies, 4 * e * sorted_copies),
+            # Forward sorts arrived rows and outputs, backward both again and gradients.
+            "experts": (
+                4 * e * (sorted_copies + arrived),
+                4 * e * sorted_copies + 6 * e * arrived,
+            ),
             "attention_core": (
                 scores * (4 * e + mask) + capped,
                 scores * (3 * e + mask) + capped,
@@ -381,6 +416,13 @@ class StepTimeEstimator:
     def overlapped_products(self) -> float:
         """Return the seconds of products that overlap backward's collectives over TP."""
         columns = self._column_products()
+        experts = self.spec.experts
+        if experts is not None and self.workload.expert > 1:
+            # Experts' products hide the exchange instead: no collective over TP runs meanwhile.
+            (inputs, outputs) = columns[1]
+            chosen = self.workload.imbalance * experts.per_token * experts.size
+            share = len(self.spec.expert_layers) / self.spec.layers
+            columns[1] = (inputs, outputs - 2 * chosen * share / self.workload.tensor)
         return self._weight_gradients(columns) + (
             self._input_gradients(columns) if self.workload.sequence else 0.0
         )
@@ -405,6 +447,7 @@ class StepTimeEstimator:
             elementwise=accumulation
             * (all_layers.memory_bound + self.accumulation_time() + head.memory_bound),
             tp_communication=accumulation * all_layers.collectives,
+            expert_exchange=accumulation * all_layers.exchanges,
             dp_communication=self._dp_communication(
                 layers * layer.forward.total + head.total, backward
             ),
@@ -464,37 +507,52 @@ class StepTimeEstimator:
         accumulation = self.settings.accumulation
         e = self.workload.itemsize
         gathers, reductions = settings.volumes
-        gradient_bytes = settings.communication_itemsize * self.parameters
         if settings.stage == 3:
             layers = self.spec.layers  # one gather and one reduction for each
             gather = self.rates.collective_seconds(
                 e * self.parameters, settings.data, stride=self.workload.tensor, calls=layers
             )
+            gradient_bytes = settings.communication_itemsize * self.parameters
             reduce = self.rates.collective_seconds(
                 gradient_bytes, settings.data, stride=self.workload.tensor, calls=layers
             )
             computing = accumulation * (forward + backward) if settings.overlap else 0.0
             return self._exposed(gathers * gather + reductions * reduce, computing)
         bucket = settings.reduce_bucket if settings.reduces_in_buckets else ALLREDUCE_BUCKET
-        # A call costs a ring's latency; a call is a bucket of gradients.
+        # A call costs a ring's latency; a call is a bucket of gradients. One with gradients of
+        # experts and of others has a call for each.
         calls = max(1, -(-self.parameters // bucket))
-        if settings.reduces_to_owners:
-            # A partition's end also ends a bucket. NCCL reduces to one rank in a chain: each link
-            # carries the whole tensor (tuning.cc: N steps), instead of (N-1)/N of it in a ring.
-            calls = calls + settings.data - 1
-            gradient_bytes = gradient_bytes * settings.data / (settings.data - 1)
-        gather = self.rates.collective_seconds(
-            e * self.parameters, settings.data, stride=self.workload.tensor
+        tensor = self.workload.tensor
+        groups = [(self.parameters - self.expert_parameters, settings.data, tensor)]
+        if self.expert_parameters:
+            of_experts = settings.expert_data, tensor * settings.expert
+            groups.append((self.expert_parameters, *of_experts))
+        gather = sum(
+            self.rates.collective_seconds(e * elements, ranks, stride)
+            for elements, ranks, stride in groups
         )
-        reduce = self.rates.collective_seconds(
-            gradient_bytes, settings.data, stride=self.workload.tensor, calls=calls
-        )
+        reduce = sum(self._reduction(*group, calls) for group in groups)
         computing = (
             (accumulation if settings.stage == 2 else 1) * backward
             if self.reduces_in_backward
             else 0.0
         )
         return gathers * gather + self._exposed(reductions * reduce, computing)
+
+    def _reduction(self, elements: float, ranks: int, stride: int, calls: float) -> float:
+        """Return the seconds of one reduction of gradients at stages 0 to 2.
+
+        Args:
+            ranks, stride: of the group, as of `Rates.collective_seconds`.
+            calls: buckets.
+        """
+        size = self.settings.communication_itemsize * elements
+        if self.settings.reduces_to_owners and ranks > 1:
+            # A partition's end also ends a bucket. NCCL reduces to one rank in a chain: each link
+            # carries the whole tensor (tuning.cc: N steps), instead of (N-1)/N of it in a ring.
+            calls += ranks - 1
+            size *= ranks / (ranks - 1)
+        return self.rates.collective_seconds(size, ranks, stride, calls)
 
     @property
     def reduces_in_backward(self) -> bool:
@@ -518,7 +576,7 @@ class StepTimeEstimator:
         settings = self.settings
         e = self.workload.itemsize
         g = settings.grad_accum_itemsize
-        part = self.parameters / (settings.data if settings.stage else 1)
+        part = self.partition
         # Reads and writes masters and moments, and writes the rounded weights.
         # An element that Muon updates has other traffic.
         states = 2 * (4 + settings.moments) + e
@@ -551,14 +609,14 @@ class StepTimeEstimator:
         passes += self.matrix_time.launches()
         if settings.runs_fused_update:
             return passes + tensors * (1 if self.workload.compiled else 4)
-        chunks = 3 * self.parameters / (settings.data if settings.stage else 1) / CHUNK_ELEMENTS
+        chunks = 3 * self.partition / CHUNK_ELEMENTS
         return passes + tensors * UPDATE_LAUNCHES + chunks
 
     def _optimizer(self) -> tuple[float, float]:
         """Return the seconds of the update and of copies between host and device."""
         settings = self.settings
         e = self.workload.itemsize
-        part = self.parameters / (settings.data if settings.stage else 1)
+        part = self.partition
         traffic = self.update_traffic()
         host_link = self.device.host_gbps * 1e9 * self.device.link_share
         copies = 0.0  # copies of activation checkpoints overlap with the layers

@@ -53,6 +53,8 @@ class RankParameters:
         layers: for each module the layer's number, -1 before the first layer and L after the last.
         tied: the output layer and the embedding share their weight.
         matrices: what Muon updates of each group; empty under another optimizer.
+        are_experts: of each group, whether its experts are divided over expert ranks, so that ZeRO
+            partitions it over the ranks that have the same ones; empty: none are.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -60,12 +62,18 @@ class RankParameters:
     layers: tuple[int, ...]
     tied: bool
     matrices: tuple[MatrixGroup | None, ...] = ()
+    are_experts: tuple[bool, ...] = ()
 
     @cached_property
     def total(self) -> int:
         # `modules` would count a tied embedding twice; torch's `parameters()`, of which the groups
         # are made, has it once.
         return sum(map(sum, self.groups))
+
+    @cached_property
+    def experts(self) -> int:
+        """Return the elements of experts that are divided over expert ranks."""
+        return sum(map(sum, itertools.compress(self.groups, self.are_experts)))
 
     @cached_property
     def largest(self) -> int:
@@ -97,6 +105,13 @@ class ZeroMemory:
         return min(size, self.parameters.total) if self.settings.cpu else size
 
     @cached_property
+    def replicas(self) -> list[int]:
+        """Return the number of ranks over which ZeRO partitions each group."""
+        zero = self.settings
+        are_experts = self.parameters.are_experts or [False] * len(self.parameters.groups)
+        return [zero.expert_data if one else zero.data for one in are_experts]
+
+    @cached_property
     def partition_sizes(self) -> list[int]:
         """Return the elements of rank 0's partition of each group.
 
@@ -109,10 +124,10 @@ class ZeroMemory:
         #
         # The 2 is DeepSpeed's `nccl_start_alignment_factor`: a partition of 16-bit elements starts
         # at a multiple of 4 bytes.
-        data = self.settings.data
+        groups = zip(self.parameters.groups, self.replicas, strict=True)
         if self.settings.stage == 3:
-            return [sum(-(-size // data) for size in group) for group in self.parameters.groups]
-        return [-(-sum(group) // (2 * data)) * 2 for group in self.parameters.groups]
+            return [sum(-(-size // ranks) for size in group) for group, ranks in groups]
+        return [-(-sum(group) // (2 * ranks)) * 2 for group, ranks in groups]
 
     @cached_property
     def partition_numel(self) -> int:
@@ -160,7 +175,8 @@ class ZeroMemory:
         if zero.stage < 3:
             # Every rank has the 16-bit weights of all ranks, as one padded tensor a group: the
             # parameters become views of it.
-            flat = e * sum(length * zero.data for length in self.partition_sizes)
+            lengths = zip(self.partition_sizes, self.replicas, strict=True)
+            flat = e * sum(length * ranks for length, ranks in lengths)
             if not zero.offload_optimizer:
                 # BF16_Optimizer makes its gradients by `zeros_like` of the flat weights, so every
                 # rank has an element for each padded weight and not for its partition only.
