@@ -188,7 +188,8 @@ def test_a_right_config_without_its_corpora_ends_with_1(
     ]
     assert checked(path, "--world-size", "4", "--set", "zero_tp.data.train=mine/train") == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"config     {path} is valid\n")
+    # DeepSpeed may have a warning of its own, if no test before has imported it.
+    assert f"config     {path} is valid" in text.splitlines()
     # 2 ranks × 4 × 2 samples of 128 tokens, 100 times; the corpus has 4 windows.
     assert "data       mine/train: 600 tokens, 400 epochs" in text
     assert "validation mine/train: 600 tokens" in text
