@@ -109,14 +109,22 @@ def test_a_run_trains_the_plain_model(
     assert not failures, "\n".join(failures)
 
 
+DEEPSPEEDS_STEP = {"optimizer.params.fused": False}
+"""AdamW that is not fused takes DeepSpeed's norm, clip and update."""
+TO_OWNERS = {"zero_optimization.use_multi_rank_bucket_allreduce": False}
+"""A gradient is reduced to the ranks that update it."""
+
+
 @THOROUGH
-@pytest.mark.parametrize("case", [CELLS[3], CELLS[1]])
-def test_deepspeeds_own_step_trains_the_plain_model(
-    ranks: Pools, run_seed: int, tmp_path: Path, case: tuple[Any, ...]
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [(CELLS[3], DEEPSPEEDS_STEP), (CELLS[1], DEEPSPEEDS_STEP), (CELLS[5], TO_OWNERS)],
+)
+def test_other_ways_of_the_update_train_the_plain_model(
+    ranks: Pools, run_seed: int, tmp_path: Path, case: tuple[Any, ...], changes: dict[str, Any]
 ) -> None:
-    """AdamW that is not fused takes DeepSpeed's norm, clip and update."""
     *cell, family, expert = case
-    changes = {"zero_tp.parallel.expert": expert, "optimizer.params.fused": False}
+    changes = changes | {"zero_tp.parallel.expert": expert}
     failures = failures_of(ranks, run_seed, tmp_path, tuple(cell), family, changes)
     assert not failures, "\n".join(failures)
 
