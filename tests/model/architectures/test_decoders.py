@@ -51,7 +51,7 @@ def compare(model: Any, reference: Any, tokens: torch.Tensor, expected: Any) -> 
 
 
 @EACH_TYPE
-@examples(3, 25)
+@examples(2, 25)
 @given(data=st.data())
 def test_one_process(model_type: str, data: st.DataObject) -> None:
     fields = data.draw(decoder_fields(model_type))
@@ -246,7 +246,7 @@ def test_steps_through_zero(
 
 
 @EACH_TYPE
-@examples(2, 10)
+@examples(1, 10)
 @given(data=st.data())
 def test_import_and_export_keep_every_bit(
     model_type: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
