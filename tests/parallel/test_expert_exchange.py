@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.compare import check_close, gradient_of, grid, unshard
+from tests.support.compare import check_close, gradient_of, grid, partition_group, unshard
 from tests.support.corrected_routers import OWN as WITH_BIASES
 from tests.support.corrected_routers import reference_model as reference_with_biases
 from tests.support.experts import fields, inputs, reference_model
@@ -23,7 +23,6 @@ from tests.support.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
-from zero_tp.engine.zero.expert_groups import partition_group
 from zero_tp.model.architectures.configs import config_from_block
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.recompute.activation_memory import ActivationMemory

@@ -17,7 +17,9 @@ from tests.support.native import parallel_model
 from tests.support.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
+from zero_tp.data.batch import MaskedBatch
 from zero_tp.engine.engine import TrainingEngine
+from zero_tp.model.architectures.configs import config_from_block
 from zero_tp.model.huggingface import parallel_model as split_model
 from zero_tp.model.weights.live_weights import LiveSource
 from zero_tp.parallel.topology import Topology
@@ -83,6 +85,33 @@ def test_ranks_evaluate_different_numbers_of_batches(
             count += rows[:, 1:].numel()
     losses = ranks(4).run(evaluated, tensor, expert, stage, timeout=LIMIT)
     assert losses == [pytest.approx(total / count, rel=1e-5)] * 4
+
+
+def evaluated_sentences(encoder_fields: dict[str, Any]) -> dict[str, float]:
+    """Of rank r, r batches of rows with their order of sentences, under ZeRO-3 without weights that
+    stay gathered.
+    """
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    config = config_from_block(encoder_fields)
+    engine = TrainingEngine.from_dict(config, grid(1, False), settings, seed=3)
+    batches = []
+    for number in range(engine.topology.data_rank):
+        ids = tokens(10 * engine.topology.data_rank + number, 2, 7 + number)
+        order = torch.tensor([0, 1])
+        arguments = {"input_ids": ids, "labels": ids, "next_sentence_label": order}
+        batches.append(MaskedBatch(arguments))
+    return engine.evaluate(batches)
+
+
+def test_ranks_evaluate_different_numbers_of_batches_with_a_sentence_head(ranks: Pools) -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 24, "num_attention_heads": 2}
+    encoder_fields = {"model_type": "bert", "vocab_size": VOCABULARY, **sizes}
+    found = ranks(4).run(evaluated_sentences, encoder_fields, timeout=LIMIT)
+    assert found == found[:1] * 4 and found[0]["loss"] > 0
 
 
 def guarded(tensor: int, expert: int) -> list[float]:

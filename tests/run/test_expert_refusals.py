@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -90,6 +91,23 @@ DOORS: dict[str, Callable[[dict[str, Any], int, int, str], None]] = {
     "engine": build_engine,
     "model": split,
 }
+
+
+def test_engines_that_do_not_know_experts_are_refused() -> None:
+    """At TP 1, where each rank has whole weights but for the experts."""
+    topology = Topology(expert=2, world=2)
+    model = parallel_model(whole(MIXTRAL), topology)
+    with pytest.raises(UserError, match=r"DistributedDataParallel.*\(expert parallel size 2\)"):
+        _ = model._ddp_params_and_buffers_to_ignore  # which DDP reads
+    with pytest.raises(UserError, match=r"FSDP.*\(expert parallel size 2\)"):
+        model._is_fsdp_managed_module = True
+    with pytest.raises(UserError, match="PEFT on a model of expert parallel size 2"):
+        model.peft_config = {"default": Mock()}
+    with (
+        patch("deepspeed.utils.groups.mpu", topology),
+        pytest.raises(UserError, match=r"DeepSpeed engine.*\(expert parallel size 2\)"),
+    ):
+        model.set_deepspeed_parallelism()
 
 
 def whole(model: dict[str, Any]) -> Any:

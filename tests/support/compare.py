@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.pool_rank import cached
+from zero_tp.engine.zero.expert_groups import is_divided
 from zero_tp.model.weights.export import gather_shards
+from zero_tp.parallel.collectives import Group
 from zero_tp.parallel.layout import Layout, layout_of
 from zero_tp.parallel.parameter import Init, ParameterMaker
 from zero_tp.parallel.topology import Topology
@@ -99,6 +101,11 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
 def unshard(local: Tensor, parameter: nn.Parameter, topology: Topology) -> Tensor:
     """Reassemble a tensor from every rank's shard by the parameter's layout; collective."""
     return gather_shards(local, layout_of(parameter), topology)
+
+
+def partition_group(parameter: Tensor, topology: Topology) -> Group:
+    """Return the ranks that have the same elements of a parameter."""
+    return topology.expert_data_group if is_divided(parameter) else topology.data_group
 
 
 def whole_gradient(parameter: nn.Parameter, topology: Topology) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.compare import norm, unshard
+from tests.support.compare import norm, partition_group, unshard
 from tests.support.native import draw_biases
 from tests.support.plain_run import BETAS, DEFAULT_EPS, MOMENTS, STEPS, Trace, batch_of, masked_rows
 from tests.support.settings import engine_of
@@ -120,7 +120,6 @@ def optimizer_tensors(engine: Any, key: str | None = None) -> dict[str, Tensor]:
     """The whole fp32 weights, or with `key` one of Adam's moments, from what the optimizer
     holds. Collective.
     """
-    from zero_tp.engine.zero.expert_groups import partition_group
     from zero_tp.engine.zero.states import MASTER, local_shape
     from zero_tp.parallel.collectives import all_reduce
 

@@ -116,6 +116,11 @@ def main(options: argparse.Namespace) -> None:
     config = RunConfig.load(options.file, options.set, options.world_size)
     device = named_device(options.device, options.world_size)
     imbalance = options.expert_imbalance
+    if imbalance != 1 and config.zero_tp.parallel.expert == 1 and not options.search:
+        raise UserError(
+            "--expert-imbalance: no rank of this run has other experts than another; set "
+            "zero_tp.parallel.expert, or give --search"
+        )
     tokens = options.tokens and int(options.tokens)
     run_plan = plan(config, device, tokens, expert_imbalance=imbalance)
 

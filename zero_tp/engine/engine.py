@@ -39,6 +39,7 @@ from zero_tp.model.architectures import architecture_of
 from zero_tp.model.model_class import model_class as default_model_class
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.model.recompute.activation_memory import ActivationMemory
+from zero_tp.parallel.agreement import all_gather_object
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import compile_elementwise, is_compiled
 from zero_tp.parallel.layout import audit
@@ -379,6 +380,8 @@ class TrainingEngine:
             self._backward(output.loss)
             for number, name in enumerate(("loss", *names)):
                 figures[number] += getattr(output, name).detach()
+            # Its graph would hold what layers keep beside saved tensors, such as experts' routes.
+            del output
             if index < len(batches) - 1:
                 # Only counts the micro-batch: backward has added the gradients.
                 self.zero.step()
@@ -477,17 +480,24 @@ class TrainingEngine:
         self.deepspeed_engine.eval()
         # Sums and counts, and not means: batches and ranks have different numbers of labels. In
         # fp64, because a validation adds up many tokens.
-        sums = torch.zeros(2, 1, dtype=torch.float64, device=self.device)
-        names = ["loss"]
+        sums: Tensor | None = None
+        names: list[str] = []
         with self._uneven_forwards():
             for batch in self._as_batches(batches):
                 output = self._forward(self.deepspeed_engine, batch, reduction="none")
                 totals = self.model.metric_sums(output, batch.arguments())
                 names = list(totals)
                 pairs = list(totals.values())
-                sums = sums + torch.stack(
+                part = torch.stack(
                     [torch.stack([total, count.double()]) for total, count in pairs], 1
                 )
+                sums = part if sums is None else sums + part
+        if self.zero.lock_step:
+            # A rank without a batch learns here which metrics the others have summed.
+            names = max(all_gather_object(names), key=len)
+        names = names or ["loss"]
+        if sums is None:
+            sums = torch.zeros(2, len(names), dtype=torch.float64, device=self.device)
         total, count = all_reduce(sums, self.topology.data_group).tolist()
         self.deepspeed_engine.train()
         if not all(count):
@@ -509,6 +519,9 @@ class TrainingEngine:
         # As long as sequence parallelism needs it.
         ids = torch.zeros(1, self.topology.tensor, dtype=torch.long, device=self.device)
         labels = torch.full_like(ids, IGNORE_INDEX)
-        is_causal = self.model.causal
-        batch = as_batch((ids, labels) if is_causal else {"input_ids": ids, "labels": labels})
+        arguments = {"input_ids": ids, "labels": labels}
+        if self.model.spec.sentence_head:
+            # Without one its head would not run, and under ZeRO-3 not be gathered.
+            arguments["next_sentence_label"] = labels[:, 0]
+        batch = as_batch((ids, labels) if self.model.causal else arguments)
         self._forward(self.deepspeed_engine, batch, reduction="none")

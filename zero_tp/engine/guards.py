@@ -159,7 +159,8 @@ def check_duplicates(zero: ZeroEngine, step: int) -> None:
 
     Raises:
         UserError: on every rank of the job. It names a tensor and the ranks that differ from the
-            majority of their DP group; without a majority, the whole group.
+            majority of their DP group, of experts' weights of their expert-data group; without a
+            majority, the whole group.
     """
     topology = zero.topology
     if topology.data == 1:

@@ -31,7 +31,7 @@ from zero_tp.parallel.collectives import (
     reduce_from_tensor_region,
     reduce_scatter_to_sequence_region,
 )
-from zero_tp.parallel.expert_exchange import AllToAllExperts, LocalExperts
+from zero_tp.parallel.expert_exchange import AllToAllExperts, ExpertExchange, LocalExperts
 from zero_tp.parallel.grouped_linear import (
     ColumnParallelGroupedLinear,
     Route,
@@ -294,7 +294,7 @@ class Experts(nn.Module):
         residual_init = Normal(spec.residual_std)
         topology = self.topology = make.topology
         # The planner, or a faster exchange, may replace it.
-        self.exchange: Callable[[Tensor, Group], LocalExperts] = (
+        self.exchange: Callable[[Tensor, Group], ExpertExchange] = (
             AllToAllExperts if topology.expert > 1 else LocalExperts
         )
         self.router = ROUTERS[spec.experts.router](make.child("router"), spec)

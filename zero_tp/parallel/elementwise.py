@@ -225,7 +225,12 @@ class CompiledFunction:
         if self._dynamic is None:
             options = self._options or None
             self._dynamic = torch.compile(self._function, fullgraph=True, options=options)
-        return self._dynamic(*map(_detached, arguments))
+        detached = [_detached(value) for value in arguments]
+        for value in detached:
+            if isinstance(value, Tensor) and len(value) == len(arguments[0]) > 1:
+                # Else its first call compiles this number of rows, and its second any number.
+                torch._dynamo.maybe_mark_dynamic(value, 0)
+        return self._dynamic(*detached)
 
 
 def compile_for(

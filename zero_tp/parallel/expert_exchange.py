@@ -13,6 +13,7 @@ is the inverse. Every rank of the group takes part in each exchange, also one wi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cached_property
 from typing import ClassVar
@@ -30,7 +31,7 @@ class PendingRows(Pending):
     """Rows on their way over an expert group.
 
     Attributes:
-        expert_group: a report of a hang names it.
+        exchange_group: the expert group; a report of a hang names it.
     """
 
     def __init__(
@@ -38,39 +39,55 @@ class PendingRows(Pending):
         rows: Tensor,
         work: Work | None,
         finish: Callable[[Tensor], Tensor] | None,
-        expert_group: Group,
+        exchange_group: Group,
     ):
         super().__init__(rows, work, finish)
-        self.expert_group = expert_group
+        self.exchange_group = exchange_group
 
 
-class LocalExperts:
+class ExpertExchange(ABC):
+    """The way of a layer's rows to their experts and back.
+
+    Attributes:
+        is_remote: other ranks have some of the experts.
+        ends: where the rows of each expert of this rank end in the dispatched rows, int32 [experts
+            of this rank].
+    """
+
+    is_remote: ClassVar[bool]
+    ends: Tensor
+
+    @abstractmethod
+    def start_dispatch(self, rows: Tensor) -> Pending:
+        """Send rows, sorted by all experts, to their experts. [n·k, i] → [rows of this rank's
+        experts, i], sorted by expert, and of one expert by the rank that sent them.
+        """
+
+    @abstractmethod
+    def start_combine(self, rows: Tensor) -> Pending:
+        """Send the rows of this rank's experts back to where `start_dispatch` took them from."""
+
+
+class LocalExperts(ExpertExchange):
     """All experts are on this rank: its rows stay where they are.
 
     Args:
         ends: where the rows of each of all experts end in this rank's sorted rows, int32 [E].
-
-    Attributes:
-        ends: where they end in the dispatched rows, int32 [experts of this rank].
     """
 
-    is_remote: ClassVar[bool] = False
+    is_remote = False
 
     def __init__(self, ends: Tensor, group: Group = None):
         self.ends = ends
 
     def start_dispatch(self, rows: Tensor) -> Pending:
-        """Send rows, sorted by all experts, to their experts. [n·k, i] → [rows of this rank's
-        experts, i], sorted by expert, and of one expert by the rank that sent them.
-        """
         return Pending(rows)
 
     def start_combine(self, rows: Tensor) -> Pending:
-        """Send the rows of this rank's experts back to where `start_dispatch` took them from."""
         return Pending(rows)
 
 
-class AllToAllExperts(LocalExperts):
+class AllToAllExperts(ExpertExchange):
     """Experts divided over a group of ranks, which exchange rows by all-to-alls of variable size.
 
     One small all-to-all gives the sizes; the host waits for them once, before the first rows.
@@ -80,13 +97,13 @@ class AllToAllExperts(LocalExperts):
         group: the expert group.
 
     Attributes:
-        expert_group: a report of a hang names it.
+        exchange_group: the expert group; a report of a hang names it.
     """
 
     is_remote = True
 
     def __init__(self, ends: Tensor, group: Group = None):
-        self.expert_group = group
+        self.exchange_group = group
         sizes = torch.diff(ends.long(), prepend=ends.new_zeros(1, dtype=torch.int64))
         sent = sizes.view(group_size(group), -1)
         received = torch.empty_like(sent)
@@ -136,6 +153,6 @@ class AllToAllExperts(LocalExperts):
     ) -> Pending:
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
         work = dist.all_to_all_single(
-            arrived, rows.contiguous(), received, sent, group=self.expert_group, async_op=True
+            arrived, rows.contiguous(), received, sent, group=self.exchange_group, async_op=True
         )
-        return PendingRows(arrived, work, finish, self.expert_group)
+        return PendingRows(arrived, work, finish, self.exchange_group)

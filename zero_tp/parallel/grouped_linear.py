@@ -25,7 +25,7 @@ from zero_tp.parallel.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
-from zero_tp.parallel.expert_exchange import LocalExperts
+from zero_tp.parallel.expert_exchange import ExpertExchange
 from zero_tp.parallel.layout import Sharded
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
@@ -84,7 +84,7 @@ class Route(NamedTuple):
 
     chosen: Tensor
     routing: Routing
-    experts: LocalExperts
+    experts: ExpertExchange
 
 
 def _has_grouped_kernel(*operands: Tensor) -> bool:
@@ -136,7 +136,7 @@ def grouped_outer_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def dispatch_tokens(
-    tensor: Tensor, routing: Routing, experts: LocalExperts, group: Group, *, sequence: bool
+    tensor: Tensor, routing: Routing, experts: ExpertExchange, group: Group, *, sequence: bool
 ) -> Pending:
     """Copy the tokens, gathered over TP under SP, and start to send them to their experts, without
     a graph. [s, b, i] → [r, i]; [s/t, b, i] under SP.
@@ -163,7 +163,7 @@ class _ColumnParallelGrouped(torch.autograd.Function):
         tensor: Tensor,
         weight: Tensor,
         routing: Routing,
-        experts: LocalExperts,
+        experts: ExpertExchange,
         dispatched: Pending | None,
         group: Group,
         sequence: bool,
@@ -181,7 +181,7 @@ class _ColumnParallelGrouped(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tensor, weight, *sorting = ctx.saved_tensors
         routing = Routing(*sorting)
-        experts: LocalExperts = ctx.experts
+        experts: ExpertExchange = ctx.experts
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         # F.grouped_mm refuses an expanded gradient, such as a sum's.
         gradient = gradient.contiguous()
@@ -228,7 +228,7 @@ class _RowParallelGrouped(torch.autograd.Function):
         weight: Tensor,
         routing_weights: Tensor,
         routing: Routing,
-        experts: LocalExperts,
+        experts: ExpertExchange,
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, routing_weights, *routing)
         ctx.experts = experts
@@ -239,7 +239,7 @@ class _RowParallelGrouped(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, routing_weights, *sorting = ctx.saved_tensors
         routing = Routing(*sorting)
-        experts: LocalExperts = ctx.experts
+        experts: ExpertExchange = ctx.experts
         # Every copy of a token gets the token's gradient, in the order of rows.
         dispatched = experts.start_dispatch(gradient[routing.token_of_row])
         sorted_weights = routing_weights.flatten()[routing.copy_of_row].unsqueeze(1)
@@ -289,7 +289,7 @@ class ColumnParallelGroupedLinear(_GroupedLinear):
         self,
         tensor: Tensor,
         routing: Routing,
-        experts: LocalExperts,
+        experts: ExpertExchange,
         *,
         sequence: bool,
         dispatched: Pending | None = None,
@@ -311,7 +311,7 @@ class RowParallelGroupedLinear(_GroupedLinear):
     """
 
     def forward(
-        self, rows: Tensor, weights: Tensor, routing: Routing, experts: LocalExperts
+        self, rows: Tensor, weights: Tensor, routing: Routing, experts: ExpertExchange
     ) -> Tensor:
         output: Tensor = _RowParallelGrouped.apply(rows, self.weight, weights, routing, experts)
         return output

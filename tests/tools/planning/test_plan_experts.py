@@ -24,14 +24,14 @@ from zero_tp.base.constants import GIB
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.resolve import apply_overrides
 from zero_tp.base.strict_json import read_json
-from zero_tp.commands.plan import add_arguments, check
+from zero_tp.commands.plan import add_arguments, check, main
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.parallel.devices import named_device
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning import plan_report as report
 from zero_tp.tools.planning.dryrun import dry_run, even_parts
-from zero_tp.tools.planning.exchange_time import HOST_READ_SECONDS, ExpertExchange
+from zero_tp.tools.planning.exchange_time import HOST_READ_SECONDS, ExchangeTraffic
 from zero_tp.tools.planning.memory import run_model_size
 from zero_tp.tools.planning.plan import plan
 from zero_tp.tools.planning.plan_settings import ZeroSettings, workload_of
@@ -141,7 +141,7 @@ def test_bytes_are_those_of_the_formula_and_of_a_real_exchange(
     # Of bf16 rows of 256; int64 numbers of 4 experts; two fp32 numbers a row. Half stays.
     by_hand = 3 * (times * rows * 256 * 2 + 4 * 8 + 2 * rows * 4) / 2
     spec = run_model_size(config).spec
-    exchange = ExpertExchange(spec, workload_of(config, cpu=True))
+    exchange = ExchangeTraffic(spec, workload_of(config, cpu=True))
     assert 3 * exchange.sent(recomputed=recompute == "full") == by_hand
     assert ranks(2).run(bytes_sent, overrides) == [by_hand, by_hand]
 
@@ -165,7 +165,7 @@ def test_products_hide_two_of_backwards_exchanges() -> None:
     config = load(16, ALONE, "zero_tp.parallel.expert=8", model=EXPERTS_16)
     spec = run_model_size(config).spec
     workload = workload_of(config, cpu=False)
-    exchange = ExpertExchange(spec, workload)
+    exchange = ExchangeTraffic(spec, workload)
     time = exchange.seconds(H100)
     rows, numbers, weights = (
         H100.all_to_all_seconds(size, 8)
@@ -175,9 +175,9 @@ def test_products_hide_two_of_backwards_exchanges() -> None:
     assert time.forward == pytest.approx(2 * rows)
     assert time.backward + time.hidden == pytest.approx(3 * rows + 2 * weights)
     assert 0 < time.hidden <= 2 * rows
-    busier = ExpertExchange(spec, replace(workload, expert_imbalance=2.0))
+    busier = ExchangeTraffic(spec, replace(workload, expert_imbalance=2.0))
     assert busier.rows == 2 * exchange.rows
-    assert ExpertExchange(spec, replace(workload, expert=1)).seconds(H100).forward == 0
+    assert ExchangeTraffic(spec, replace(workload, expert=1)).seconds(H100).forward == 0
 
 
 def test_gradients_of_experts_are_reduced_over_the_ranks_that_have_the_same() -> None:
@@ -291,6 +291,14 @@ def test_an_imbalance_below_the_mean_is_refused(given: str) -> None:
     )
     with pytest.raises(UserError, match=r"--expert-imbalance: .* give 1 or more"):
         check(options)
+
+
+def test_an_imbalance_without_expert_ranks_is_refused() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["quickstart", "--world-size", "8", "--device", "h100", "--expert-imbalance=2"]
+    with pytest.raises(UserError, match=r"--expert-imbalance: no rank .* zero_tp.parallel.expert"):
+        main(parser.parse_args(words))
 
 
 def test_the_json_names_the_degree() -> None:

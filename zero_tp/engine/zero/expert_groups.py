@@ -16,7 +16,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
-from zero_tp.parallel.collectives import Group
+from zero_tp.model.wrapper_checks import DEEPSPEED_MARKER
 from zero_tp.parallel.layout import has_layout, layout_of
 from zero_tp.parallel.topology import Topology
 
@@ -65,11 +65,11 @@ def expert_groups(model: nn.Module, topology: Topology) -> Iterator[None]:
         getattr(deepspeed_groups, f"_{kind}_GROUP")[name] = group
         ranks = next(ranks for ranks in members if rank in ranks)
         getattr(deepspeed_groups, f"_{kind}_GROUP_RANKS")[name] = ranks
-    model.add_module("deepspeed_marker", _Marker(topology.expert))
+    model.add_module(DEEPSPEED_MARKER, _Marker(topology.expert))
     try:
         yield
     finally:
-        del model._modules["deepspeed_marker"]
+        del model._modules[DEEPSPEED_MARKER]
 
 
 def _group_name(topology: Topology) -> str:
@@ -127,8 +127,3 @@ def split(values: Sequence[T], groups: Sequence[dict[str, Any]]) -> list[T]:
     if len(set(numbers)) != len(values):
         raise ValueError(f"{len(values)} values for {len(set(numbers))} groups")
     return [values[number] for number in numbers]
-
-
-def partition_group(parameter: Tensor, topology: Topology) -> Group:
-    """Return the group over which ZeRO partitions a parameter's states."""
-    return topology.expert_data_group if is_divided(parameter) else topology.data_group

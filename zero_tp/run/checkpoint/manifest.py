@@ -224,6 +224,11 @@ class Parallelism(NamedTuple):
             parallel.expert,
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """Return a manifest's entries; EP of 1, which earlier versions do not read, has none."""
+        entries = self._asdict()
+        return {key: value for key, value in entries.items() if key != "expert" or value > 1}
+
     @classmethod
     def from_manifest(cls, manifest: Manifest) -> Parallelism:
         return cls(*(getattr(manifest, name) for name in cls._fields))

@@ -306,7 +306,7 @@ def run_saver(
 
     def describe() -> dict[str, Any]:
         return {
-            **Parallelism.of(config)._asdict(),
+            **Parallelism.of(config).to_json(),
             **describe_model(zero),
             "fixed": fixed_settings(config),
             "corpora": corpora or {},

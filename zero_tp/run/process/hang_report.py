@@ -144,7 +144,7 @@ def _find_expert_group(frame: FrameType) -> ProcessGroup | None:
     """Return the group of the exchange with experts that a frame is a part of."""
     for caller, _ in traceback.walk_stack(frame):
         # `PendingRows` and `AllToAllExperts` of parallel/expert_exchange.py.
-        group: ProcessGroup | None = getattr(caller.f_locals.get("self"), "expert_group", None)
+        group: ProcessGroup | None = getattr(caller.f_locals.get("self"), "exchange_group", None)
         path = Path(caller.f_code.co_filename)
         is_outside = path.is_relative_to(_LIBRARY) and path.parent != _LIBRARY / "parallel"
         if is_outside or group is not None:

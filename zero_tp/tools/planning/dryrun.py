@@ -213,7 +213,7 @@ class AssumedExchange(AllToAllExperts):
         # The first rows have their number, which no fake tensor has as a value.
         if "splits" not in vars(self):
             sizes = len(rows), math.ceil(self._imbalance * len(rows))
-            sent, received = (even_parts(size, group_size(self.expert_group)) for size in sizes)
+            sent, received = (even_parts(size, group_size(self.exchange_group)) for size in sizes)
             self.splits = sent, received
         return super().start_dispatch(rows)
 

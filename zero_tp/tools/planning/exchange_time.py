@@ -37,7 +37,7 @@ class ExchangeTime(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ExpertExchange:
+class ExchangeTraffic:
     """What one rank sends to the others of its expert group for a layer and micro-batch [bytes].
 
     The busiest rank counts: it receives `Workload.imbalance` times the mean.

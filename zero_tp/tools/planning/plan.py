@@ -13,7 +13,7 @@ from zero_tp.parallel.devices import Device
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning import formulas
 from zero_tp.tools.planning.dryrun import dry_run
-from zero_tp.tools.planning.exchange_time import ExpertExchange
+from zero_tp.tools.planning.exchange_time import ExchangeTraffic
 from zero_tp.tools.planning.matrix_update import MatrixUpdate
 from zero_tp.tools.planning.memory import (
     ModelSize,
@@ -232,7 +232,7 @@ class Plan(Estimate):
         if workload.policy.mode == "full":
             recomputed = workload.policy.mean_recomputed_layers(spec.layers, accumulation)
         share = recomputed / spec.layers
-        exchange = ExpertExchange(spec, workload)
+        exchange = ExchangeTraffic(spec, workload)
         sent = (1 - share) * exchange.sent() + share * exchange.sent(recomputed=True)
         return accumulation * len(spec.expert_layers) * sent
 

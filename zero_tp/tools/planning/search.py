@@ -20,7 +20,11 @@ import torch
 
 from zero_tp.base.constants import DTYPES, GIB
 from zero_tp.base.errors import ConfigError, UserError
-from zero_tp.base.settings.deepspeed import ActivationCheckpointing, DeepSpeedSettings
+from zero_tp.base.settings.deepspeed import (
+    ActivationCheckpointing,
+    DeepSpeedSettings,
+    OffloadOptimizer,
+)
 from zero_tp.base.settings.recompute import RecomputeMode, RecomputePolicy
 from zero_tp.base.settings.resolve import apply_overrides
 from zero_tp.base.strict_json import read_json
@@ -317,13 +321,18 @@ def _policies(run: Workload, spec: TransformerSpec) -> list[RecomputePolicy]:
 
 
 def _accepts(settings: DeepSpeedSettings, stage: int, expert: int) -> bool:
-    """Return whether a run with these settings accepts a degree of EP at a ZeRO stage."""
-    zero = settings.zero_optimization.model_copy(update={"stage": stage})
-    try:
-        refuse_experts(settings.model_copy(update={"zero_optimization": zero}), expert)
-    except ConfigErrors:
-        return False
-    return True
+    """Return whether a run with these settings accepts a degree of EP at a ZeRO stage, with its
+    optimizer on the device or on the host.
+    """
+    for device in ("none", "cpu"):
+        update = {"stage": stage, "offload_optimizer": OffloadOptimizer(device=device)}
+        zero = settings.zero_optimization.model_copy(update=update)
+        try:
+            refuse_experts(settings.model_copy(update={"zero_optimization": zero}), expert)
+        except ConfigErrors:
+            continue
+        return True
+    return False
 
 
 def _divisors(number: int) -> list[int]:

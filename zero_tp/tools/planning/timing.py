@@ -17,7 +17,7 @@ from zero_tp.model.flops import forward_flops, head_products
 from zero_tp.model.norm import NORMS
 from zero_tp.model.transformer import LAYERS
 from zero_tp.parallel.devices import Device
-from zero_tp.tools.planning.exchange_time import ExchangeTime, ExpertExchange
+from zero_tp.tools.planning.exchange_time import ExchangeTime, ExchangeTraffic
 from zero_tp.tools.planning.formulas import Layer
 from zero_tp.tools.planning.matrix_time import MatrixTime
 from zero_tp.tools.planning.matrix_update import MatrixUpdate
@@ -183,7 +183,7 @@ class StepTimeEstimator:
     def exchange(self) -> ExchangeTime:
         """Return the time of a layer's exchange between expert ranks, a mean over layers."""
         share = len(self.spec.expert_layers) / self.spec.layers
-        seconds = ExpertExchange(self.spec, self.workload).seconds(self.rates)
+        seconds = ExchangeTraffic(self.spec, self.workload).seconds(self.rates)
         return ExchangeTime(*(share * part for part in seconds))
 
     @property

@@ -67,7 +67,7 @@ def save_states(
                 settings.stage,
                 settings.dtype,
                 topology.expert,
-            )._asdict(),
+            ).to_json(),
             **model,
             "fixed": {"zero_tp.training.seed": seed},
             "corpora": {},
