@@ -21,6 +21,7 @@ from tests.support.checkpoint_runs import (
 )
 from tests.support.experts import fields
 from tests.support.families import model_sizes
+from tests.support.launched import forked_zero_tp
 from tests.support.matrix_runs import failures_of
 from tests.support.pools import Pools
 from tests.tiers import THOROUGH, in_tiers
@@ -279,7 +280,7 @@ def test_groups_of_parameters_have_their_own_rates(ranks: Pools, tmp_path: Path)
         ({"zero_tp.parallel.expert": 8}, "expert 8 does not divide data 4; use 4"),
         (
             {"zero_tp.model.num_local_experts": 7},
-            "7 experts do not divide over 2 ranks; use 1 or 7",
+            "7 experts do not divide over 2 ranks; use 1",
         ),
         ({"zero_optimization.stage": 0}, "zero_tp.parallel.expert: refused at stage 0"),
         ({"zero_optimization.stage": 3}, "zero_tp.parallel.expert: refused at stage 3"),
@@ -311,3 +312,9 @@ def test_a_dense_model_has_no_experts_to_divide(tmp_path: Path) -> None:
         UserError, match=r"zero_tp.parallel.expert: 2, but the model has no experts"
     ):
         RunConfig.load(path, ["zero_tp.parallel.expert=2"], world_size=4)
+
+
+def test_a_check_without_ranks_counts_expert_groups(tmp_path: Path) -> None:
+    path = run_file(tmp_path / "run.json", 2, 1, 1)
+    done = forked_zero_tp(tmp_path, "check", str(path))
+    assert "a multiple of 2 (tensor 1 × data ?), expert 2" in done.stdout

@@ -43,7 +43,7 @@ WHOLE = (
 )
 CASES: dict[str, tuple[dict[str, Any], int, int, str]] = {
     "replicas": (MIXTRAL, 3, 1, "expert 3 does not divide data 4; use 2 or 4"),
-    "experts": (MIXTRAL, 4, 1, "6 experts do not divide over 4 ranks; use 3 or 6"),
+    "experts": (MIXTRAL, 4, 1, "6 experts do not divide over 4 ranks; use 2"),
     "dense": (LLAMA, 2, 1, "2, but the model has no experts; leave it out"),
     "stage 0": (MIXTRAL, 2, 0, f"refused at stage 0: no gradient norm {NO_STAGE}"),
     "stage 3": (MIXTRAL, 2, 3, f"refused at stage 3: {WHOLE}"),

@@ -195,8 +195,8 @@ def _settings(config: RunConfig, parameters: int) -> Lines:
     if config.world_size is None:
         yield (
             "ranks",
-            f"a multiple of {tensor} (tensor {tensor} × data ?){others}; --world-size N checks "
-            "batch sizes",
+            f"a multiple of {tensor * block.parallel.expert} (tensor {tensor} × data ?){others}; "
+            "--world-size N checks batch sizes",
         )
     else:
         yield (

@@ -106,7 +106,7 @@ class ParallelModel(WrapperChecks, ABC):
             raise UserError(f"{type(self).__name__}: {config.model_type} is {kind}")
         # Before any parameter is made, so that a size that TP cannot split costs no memory and no
         # time.
-        self.spec.check(self.topology.tensor, self.topology.expert)
+        self.spec.check(self.topology.tensor, self.topology.expert, self.topology.data)
         self._random_device = random_device
         if random_device is None:
             # The meta device has no generator.

@@ -254,12 +254,16 @@ class TransformerSpec:
         if problem:
             raise ConfigError("zero_tp.training.qk_clip_threshold", problem, "leave it out")
 
-    def check(self, tensor: int, expert: int = 1) -> None:
+    def check(self, tensor: int, expert: int = 1, data: int | None = None) -> None:
         """Check that TP and EP can split the model. KV heads need not be a multiple of `tensor`
         (model/qkv.py).
+
+        Args:
+            tensor, expert: TP and EP degrees.
+            data: DP degree, if it is known: a remedy names EP degrees that divide it too.
         """
         if expert > 1:
-            self._check_expert(expert)
+            self._check_expert(expert, data)
         sizes = {"heads": self.heads, "MLP width": self.mlp_size if self.dense_layers else 0}
         if self.experts is not None:
             sizes |= {"expert width": self.experts.size, "shared expert width": self.experts.shared}
@@ -270,12 +274,12 @@ class TransformerSpec:
                     "zero_tp.parallel.tensor", mismatch, f"use a tensor degree that divides {size}"
                 )
 
-    def _check_expert(self, expert: int) -> None:
+    def _check_expert(self, expert: int, data: int | None) -> None:
         key = "zero_tp.parallel.expert"
         if self.experts is None:
             raise ConfigError(key, f"{expert}, but the model has no experts", "leave it out")
         count = self.experts.count
         if count % expert:
-            near = nearest_divisors(expert, count)
+            near = nearest_divisors(expert, count, data or count)
             problem = f"{count} experts do not divide over {expert} ranks"
             raise ConfigError(key, problem, f"use {near}")

@@ -33,18 +33,21 @@ SET_BY_OTHER_KEYS = {
 """Arguments of transformers' `from_pretrained` that other keys of the file replace."""
 
 
-def check_model(zero_tp: ZeroTP, saved: dict[str, Any] | None = None) -> PreTrainedConfig:
+def check_model(
+    zero_tp: ZeroTP, saved: dict[str, Any] | None = None, data: int | None = None
+) -> PreTrainedConfig:
     """Return the Hugging Face config of `zero_tp.model`.
 
     Args:
         saved: the config to use if the directory of `from_pretrained` is gone.
+        data: DP degree, if it is known.
     """
     from zero_tp.model.architectures import architecture_of
 
     config = model_config(zero_tp.model, saved)
     spec = architecture_of(config).spec(config)
     _check_objective(zero_tp, spec, config)
-    spec.check(zero_tp.parallel.tensor, zero_tp.parallel.expert)
+    spec.check(zero_tp.parallel.tensor, zero_tp.parallel.expert, data)
     _check_length(zero_tp, spec.positions, config)
     if zero_tp.attention == "flex_attention" and spec.score_cap is None:
         problem = f'"flex_attention" is for a soft cap of scores; a {config.model_type} has none'

@@ -343,7 +343,7 @@ def _check_keys(
     if not (collector.errors and from_hub):  # with other errors, a download would be in vain
         with collector:
             if zero_tp is not None:
-                zero_tp, hf_config = _pin_and_check_model(zero_tp, saved)
+                zero_tp, hf_config = _pin_and_check_model(zero_tp, saved, data)
             # The rest of the block is wrong. Errors of the model are shown nevertheless.
             elif isinstance(model, dict):
                 model_config(model)
@@ -372,11 +372,14 @@ def _check_block(block: Any) -> ZeroTP:
 
 
 def _pin_and_check_model(
-    zero_tp: ZeroTP, saved: SavedStart | None
+    zero_tp: ZeroTP, saved: SavedStart | None, data: int | None
 ) -> tuple[ZeroTP, PreTrainedConfig]:
     """Pin hub names to the commits of the run's first start.
 
     Returns the block and the model's config.
+
+    Args:
+        data: DP degree, if it is known.
     """
     model = zero_tp.model
     key = f"{MODEL_KEY}.{FROM_PRETRAINED}"
@@ -385,7 +388,7 @@ def _pin_and_check_model(
         # The commit of the first start: a name without one follows the hub's branch, and a resumed
         # run would change its model.
         model[FROM_PRETRAINED] = pin_to_first_start(model[FROM_PRETRAINED], look_up(earlier, key))
-    hf_config = check_model(zero_tp, None if saved is None else saved.model)
+    hf_config = check_model(zero_tp, None if saved is None else saved.model, data)
     if FROM_PRETRAINED in model:
         model[FROM_PRETRAINED] = pin_commit(model[FROM_PRETRAINED], key)
     if zero_tp.tokenizer is not None:
