@@ -254,7 +254,9 @@ def trained() -> set[str]:
     optimizers = {
         f"optimizer.params.{key}" for _, _, params in OPTIMIZED.values() for key in params
     }
-    return keys | {*SET_BY_OTHER_KEYS} | optimizers | {"optimizer.type"}
+    # tests/run/test_expert_parallel.py trains models with experts.
+    with_experts = {"zero_tp.parallel.expert"}
+    return keys | {*SET_BY_OTHER_KEYS} | optimizers | with_experts | {"optimizer.type"}
 
 
 def paths(changes: Changes) -> Iterator[tuple[str, ...]]:

@@ -140,11 +140,11 @@ def once_for_equals(check: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `check_model`: call it once for all cells whose blocks that it reads are equal."""
     known: dict[str, Any] = {}
 
-    def checked(block: ZeroTP, saved: None = None) -> Any:
+    def checked(block: ZeroTP, saved: None = None, data: int | None = None) -> Any:
         key = f"{block.model} {block.parallel} {block.data} {block.objective} {block.logging}"
-        key += f" {block.training.router_bias_update_rate}"
+        key += f" {block.training.router_bias_update_rate} {data}"
         if key not in known:
-            known[key] = check(block, saved)
+            known[key] = check(block, saved, data)
         return known[key]
 
     return checked

@@ -74,6 +74,7 @@ def test_experts_of_4_ranks_are_a_quarter_of_all(stage: int) -> None:
     assert divided.states.optimizer == pytest.approx(whole.states.optimizer, rel=1e-4)
 
 
+@THOROUGH
 def test_a_rank_with_more_rows_keeps_more() -> None:
     """Rows of experts, their outputs before the activation and after it, and its gate's product."""
     config = load(4, ALONE, "zero_tp.parallel.expert=2")
@@ -124,6 +125,7 @@ def bytes_sent(overrides: list[str]) -> int:
     return sent
 
 
+@THOROUGH
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_bytes_are_those_of_the_formula_and_of_a_real_exchange(
     recompute: str, ranks: Pools
@@ -221,6 +223,7 @@ def search(world: int, memory_gib: float, *overrides: str) -> tuple[Search, list
     return Search(RunConfig.load(CONFIGS / "mixtral_8x7b.json", sets, world), device), sets
 
 
+@THOROUGH
 def test_search_divides_experts_where_memory_demands_it() -> None:
     found, sets = search(16, 52)
     shown, written = found.fastest(sets, 1)
@@ -237,6 +240,7 @@ def test_search_divides_experts_where_memory_demands_it() -> None:
     assert whole.needed > 52 * GIB and not whole.fits
 
 
+@THOROUGH
 def test_search_weighs_only_what_a_run_accepts() -> None:
     found, _ = search(8, 80)
     assert {one.workload.expert for one in found.ranked} == {1, 2, 4, 8}
