@@ -177,6 +177,7 @@ def test_a_killed_rank_is_named_by_a_survivor(
     )
 
 
+@THOROUGH
 def test_a_rank_killed_in_an_exchange_with_experts_is_named(start: Start) -> None:
     status, (first, line) = start("killed in an exchange", "launch.py").end()
     assert status != 0
@@ -199,7 +200,7 @@ def test_sigusr1_saves_and_sigterm_saves_and_stops(launcher: str, start: Start) 
     assert [line.split(" at ")[0] for line in lines] == ["five steps", "saved", "stopped"]
 
 
-@pytest.mark.thorough
+@THOROUGH
 @pytest.mark.parametrize("launcher", in_tiers(LAUNCHERS, ["torchrun"]))
 def test_a_second_sigterm_ends_at_once(launcher: str, start: Start) -> None:
     job = start("stuck", launcher)
@@ -215,7 +216,7 @@ def test_a_second_sigterm_ends_at_once(launcher: str, start: Start) -> None:
     assert status != 0 and lines[1:] == [f"rank 0 ({HOST}): ended by SIGTERM"]
 
 
-@pytest.mark.thorough
+@THOROUGH
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ctrl_c_ends_at_once(launcher: str, start: Start) -> None:
     job = start("stuck", launcher)
@@ -257,6 +258,7 @@ def test_a_rank_that_hangs_is_named_with_its_frame(launcher: str, start: Start) 
     )
 
 
+@THOROUGH
 def test_a_rank_that_waits_for_rows_names_the_expert_group(start: Start) -> None:
     status, (_, first, second, error) = start("hang in an exchange", "launch.py").end()
     assert status == 1
@@ -276,7 +278,7 @@ SILENCE = [
 
 
 # The first tier has silence in test_watchdog.py.
-@pytest.mark.thorough
+@THOROUGH
 @pytest.mark.parametrize(("launcher", "silent", "error"), SILENCE)
 def test_silence_of_a_rank_or_of_the_store_ends_the_job(
     launcher: str, silent: int, error: str, start: Start
@@ -293,7 +295,7 @@ def test_silence_of_a_rank_or_of_the_store_ends_the_job(
 # --- 6. restarts ----------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough
+@THOROUGH
 def test_torchrun_restarts_a_job(start: Start) -> None:
     job = start("restart", "torchrun", "--standalone", "--max-restarts", "1")
     job.wait_for(f"rank 1 ({HOST}): ArithmeticError")

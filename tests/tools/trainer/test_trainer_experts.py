@@ -19,7 +19,7 @@ from tests.support.experts import fields
 from tests.support.native import native_model, perturbed
 from tests.support.pools import Pools
 from tests.support.trainer_scripts import ROWS, collate, deepspeed, open_model, rows_of, script
-from tests.tiers import THOROUGH, in_tiers
+from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
 from zero_tp.tools.trainer import ZeroTPTrainer
 
@@ -90,7 +90,8 @@ def check(history: list[dict[str, float]], folder: Path, reference: tuple[Any, .
 CASES = [(tensor, expert, stage) for tensor, expert in ((1, 2), (1, 4), (2, 2)) for stage in (1, 2)]
 
 
-@pytest.mark.parametrize(("tensor", "expert", "stage"), in_tiers(CASES, [(2, 2, 2)], every=2))
+@THOROUGH
+@pytest.mark.parametrize(("tensor", "expert", "stage"), CASES)
 def test_the_same_script_gives_the_same(
     ranks: Pools, plain: tuple[Any, ...], tmp_path: Path, tensor: int, expert: int, stage: int
 ) -> None:
