@@ -49,8 +49,9 @@ class StageView(PaperMemory):
     interleaving: int = 1
 
     @property
-    def parameters(self) -> float:
-        return self.model.num_parameters / (self.workload.tensor * self.pipeline)
+    def shares(self) -> list[tuple[float, int]]:
+        """Return the first stage's part of what a rank of one stage would have."""
+        return [(parameters / self.pipeline, ranks) for parameters, ranks in super().shares]
 
     def all_layers_bytes(self) -> float:
         """Return the layers' activations of p micro-batches in flight, some of which may keep
