@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -214,3 +215,18 @@ def test_initial_weights_are_the_same_for_every_expert_size(expert: int) -> None
         assert torch.equal(layout.unshard(pieces), before), name
         divided += layout.experts == expert
     assert divided == 2 * 3
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "granitemoeshared"])
+def test_a_rank_reads_its_own_experts(tmp_path: Path, model_type: str) -> None:
+    """Of files with a tensor for each expert, and with all of a layer in one."""
+    reference_model(fields(model_type, num_local_experts=8), 1).save_pretrained(tmp_path)
+    opened = ZeroTPForCausalLM.from_pretrained
+    whole = dict(opened(tmp_path, Topology(world=1)).named_parameters())
+    ranks = [opened(tmp_path, Topology(2, expert=2, world=4, rank=rank)) for rank in range(4)]
+    split = [dict(model.named_parameters()) for model in ranks]
+    for name, expected in whole.items():
+        layout = layout_of(split[0][name])
+        pieces = [of_rank[name].detach() for of_rank in split[: 2 * layout.experts]]
+        assert torch.equal(layout.unshard(pieces), expected.detach()), name
+    assert len(split[0]["transformer.layers.0.mlp.down.weight"]) == 4
