@@ -5,6 +5,7 @@ any sizes.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -319,3 +320,21 @@ def test_a_check_without_ranks_counts_expert_groups(tmp_path: Path) -> None:
     path = run_file(tmp_path / "run.json", 2, 1, 1)
     done = forked_zero_tp(tmp_path, "check", str(path))
     assert "a multiple of 2 (tensor 1 × data ?), expert 2" in done.stdout
+
+
+@THOROUGH
+def test_fp16_skips_and_scales_as_without_expert_ranks(ranks: Pools, tmp_path: Path) -> None:
+    """The first scale is too large: steps are skipped until it has fallen."""
+    traces = []
+    for expert in (1, 2):
+        path = run_file(tmp_path / f"{expert}.json", expert, 2, 1)
+        config = json.loads(path.read_text())
+        config["fp16"] = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
+        path.write_text(json.dumps(config))
+        run = tmp_path / f"run {expert}"
+        traces.append(ranks(4).run(train_and_save, str(path), str(run), [8], 8)[0]["steps"])
+    skipped = [[math.isnan(norm) for _, norm in steps] for steps in traces]
+    assert skipped[0] == skipped[1] and any(skipped[0]) and not all(skipped[0])
+    for (loss, norm), (other_loss, other_norm) in zip(*traces, strict=True):
+        assert loss == pytest.approx(other_loss, rel=2e-3)
+        assert math.isnan(norm) or norm == pytest.approx(other_norm, rel=1e-2)
