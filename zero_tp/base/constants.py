@@ -17,6 +17,8 @@ IGNORE_INDEX = -100
 
 MODEL_KEY = "zero_tp.model"
 PARAM_GROUPS_KEY = "zero_tp.param_groups"
+RAMP_KEY = "zero_tp.training.batch_size_rampup"
+STAGES_KEY = "zero_tp.training.stages"
 """Dotted key of the config's `model` block, for errors about its fields."""
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -375,18 +375,14 @@ class MaskedSamples(TrainingSamples[MaskedBatch]):
         corpora = [IndexedCorpus(prefix) for prefix in prefixes]
         self.row_builder = row_builder
         self._windows = [row_builder.windows(corpus) for corpus in corpora]
-        super().__init__(prefixes, corpora, [len(windows) for windows in self._windows], seed)
+        counts = [len(windows) for windows in self._windows]
+        super().__init__(prefixes, corpora, counts, row_builder.sequence_length, seed)
 
-    def identities(self, *, hash_tokens: bool = True) -> dict[str, dict[str, Any]]:
-        """Return prefix → `IndexedCorpus.identity` with `vocabulary`.
-
-        That is the hash of the masking vocabulary.
-        """
-        identities = super().identities(hash_tokens=hash_tokens)
+    def identity(self, corpus: IndexedCorpus, *, hash_tokens: bool = True) -> dict[str, Any]:
+        """Return `IndexedCorpus.identity` with `vocabulary`, the masking vocabulary's hash."""
         vocabulary = self.row_builder.masking.vocabulary
-        return {
-            prefix: identity | {"vocabulary": vocabulary.sha256()}
-            for prefix, identity in identities.items()
+        return super().identity(corpus, hash_tokens=hash_tokens) | {
+            "vocabulary": vocabulary.sha256()
         }
 
     def __getitem__(self, k: int) -> dict[str, npt.NDArray[np.int64]]:
@@ -395,7 +391,7 @@ class MaskedSamples(TrainingSamples[MaskedBatch]):
         # or on the samples before it.
         corpus, _, window = (int(part[0]) for part in self.locate(np.array([k])))
         return self.row_builder.row(
-            self._windows[corpus], window, uniforms(self.seed, _TRAINING, k)
+            self._windows[corpus], window, uniforms(self.seed, _TRAINING, self.first_number + k)
         )
 
     def _batch(self, numbers: range) -> MaskedBatch:

@@ -12,7 +12,7 @@ steps.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -48,7 +48,13 @@ class TrainingSamples(ABC, Generic[BatchType]):
     Args:
         weights: corpus prefix → weight, in any unit (only their proportions count).
         corpora, windows: the corpora in that order, and the number of windows of each.
+        length: tokens of a sample.
         seed: seed of the order.
+
+    Attributes:
+        numbers: of each corpus in the order's key; its index, unless `chain` has set it.
+        offsets: windows of each corpus that earlier sequences of the run have read.
+        first_number: number of samples of those sequences.
     """
 
     def __init__(
@@ -56,17 +62,28 @@ class TrainingSamples(ABC, Generic[BatchType]):
         weights: Mapping[str, float],
         corpora: list[IndexedCorpus],
         windows: list[int],
+        length: int,
         seed: int,
     ) -> None:
         _check_windows(corpora, windows)
         self.corpora = corpora
         self.windows = windows
+        self.length = length
         self.seed = seed
+        self.numbers = list(range(len(corpora)))
+        self.offsets = [0] * len(corpora)
+        self.first_number = 0
         self._blend = _Blend(weights)
 
     def identities(self, *, hash_tokens: bool = True) -> dict[str, dict[str, Any]]:
-        """Return prefix → `IndexedCorpus.identity`. Reads each index once."""
-        return {corpus.prefix: corpus.identity(hash_tokens=hash_tokens) for corpus in self.corpora}
+        """Return prefix → `identity`. Reads each index once."""
+        return {
+            corpus.prefix: self.identity(corpus, hash_tokens=hash_tokens) for corpus in self.corpora
+        }
+
+    def identity(self, corpus: IndexedCorpus, *, hash_tokens: bool = True) -> dict[str, Any]:
+        """Return what a checkpoint records of a corpus: `IndexedCorpus.identity`."""
+        return corpus.identity(hash_tokens=hash_tokens)
 
     def locate(
         self, numbers: npt.NDArray[np.int64]
@@ -75,14 +92,19 @@ class TrainingSamples(ABC, Generic[BatchType]):
         if (numbers < 0).any():
             raise IndexError(f"sample {numbers.min()}")
         corpora, counts = self._blend.locate(numbers)
+        counts = counts + np.array(self.offsets)[corpora]
         epochs, positions = np.divmod(counts, np.array(self.windows)[corpora])
         windows = np.empty_like(numbers)
         # A batch touches few pairs of corpus and epoch, and each has a permutation of its own.
         for corpus, epoch in set(zip(corpora.tolist(), epochs.tolist(), strict=True)):
             selected = (corpora == corpus) & (epochs == epoch)
-            order = Permutation(self.windows[corpus], self.seed, epoch, corpus)
+            order = Permutation(self.windows[corpus], self.seed, epoch, self.numbers[corpus])
             windows[selected] = order.entries(positions[selected])
         return corpora, epochs, windows
+
+    def windows_read(self, samples: int) -> list[int]:
+        """Return how many windows of each corpus the first `samples` samples read."""
+        return self._blend.counts(samples)
 
     def rank_batches(
         self,
@@ -93,23 +115,28 @@ class TrainingSamples(ABC, Generic[BatchType]):
         data_rank: int,
         data_size: int,
     ) -> list[BatchType]:
-        """Return the a batches of m rows that one data-parallel rank trains on at `step`, from 0.
+        """Return the batches of a rank at `step`, from 0, if all steps have the same batch."""
+        assert global_batch == micro_batch * accumulation * data_size
+        first = step * global_batch
+        return self.batches_from(first, micro_batch, accumulation, data_rank, data_size)
 
-        Micro-batch i of rank r holds the m samples from step·B + i·d·m + r·m on, so together the
+    def batches_from(
+        self, first: int, micro_batch: int, accumulation: int, data_rank: int, data_size: int
+    ) -> list[BatchType]:
+        """Return the a batches of m rows that one data-parallel rank trains on in a step.
+
+        Micro-batch i of rank r holds the m samples from first + i·d·m + r·m on, so together the
         ranks hold each sample of the step exactly once. The TP ranks of one data-parallel rank get
-        the same batches. A global batch of 8, m = 2, a = 2, d = 2; samples counted from step·B:
+        the same batches. A global batch of 8, m = 2, a = 2, d = 2; samples counted from `first`:
 
             micro-batch 0    rank 0: 0 1    rank 1: 2 3
             micro-batch 1    rank 0: 4 5    rank 1: 6 7
 
         Read line by line, the rows are the global batch itself, whatever m, a and d are.
         """
-        assert global_batch == micro_batch * accumulation * data_size and 0 <= data_rank < data_size
-        firsts = (
-            step * global_batch + (i * data_size + data_rank) * micro_batch
-            for i in range(accumulation)
-        )
-        return [self._batch(range(first, first + micro_batch)) for first in firsts]
+        assert 0 <= data_rank < data_size
+        firsts = (first + (i * data_size + data_rank) * micro_batch for i in range(accumulation))
+        return [self._batch(range(number, number + micro_batch)) for number in firsts]
 
     @abstractmethod
     def _batch(self, numbers: range) -> BatchType:
@@ -148,7 +175,7 @@ class PackedSamples(TrainingSamples[Batch]):
         self.separate = separate
         corpora = [IndexedCorpus(prefix) for prefix in prefixes]
         windows = [_count_targets(corpus, separate) // sequence_length for corpus in corpora]
-        super().__init__(prefixes, corpora, windows, seed)
+        super().__init__(prefixes, corpora, windows, sequence_length, seed)
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
         row: npt.NDArray[np.int64] = self._rows([k], IndexedCorpus.read)[0].numpy()
@@ -175,6 +202,44 @@ class PackedSamples(TrainingSamples[Batch]):
         for row, corpus, window in zip(rows, corpora.tolist(), windows.tolist(), strict=True):
             row[:] = read(self.corpora[corpus], window * s, s + 1)
         return torch.from_numpy(rows)
+
+
+def chain(sequences: Sequence[TrainingSamples[Any]], ends: Sequence[int]) -> None:
+    """Let each sequence of a run go on in every corpus where those before it have stopped.
+
+    With samples of the same length a corpus goes on with its next window. With another length its
+    windows are others, and it begins the next epoch. A corpus of 10 windows of 8 tokens, which are
+    5 of 16:
+
+        sequence 0    length 8     23 samples    epochs 0, 1 and three windows of epoch 2
+        sequence 1    length 8     4 samples     windows 3 to 6 of epoch 2
+        sequence 2    length 16    7 samples     epoch 3, then two windows of epoch 4
+
+    Args:
+        ends: number of samples of each sequence.
+    """
+    prefixes = list(dict.fromkeys(one.prefix for part in sequences for one in part.corpora))
+    read: dict[str, tuple[int, int, int]] = {}
+    total = 0
+    for samples, end in zip(sequences, ends, strict=True):
+        samples.first_number = total
+        samples.numbers = [prefixes.index(corpus.prefix) for corpus in samples.corpora]
+        for index, (corpus, windows) in enumerate(
+            zip(samples.corpora, samples.windows, strict=True)
+        ):
+            length, earlier, count = read.get(corpus.prefix, (samples.length, windows, 0))
+            same = length == samples.length
+            samples.offsets[index] = count if same else -(-count // earlier) * windows
+        counts = zip(
+            samples.corpora,
+            samples.windows,
+            samples.offsets,
+            samples.windows_read(end),
+            strict=True,
+        )
+        for corpus, windows, offset, count in counts:
+            read[corpus.prefix] = (samples.length, windows, offset + count)
+        total += end
 
 
 def _count_targets(corpus: IndexedCorpus, separate: bool) -> int:
@@ -252,6 +317,13 @@ class _Blend:
         corpora = self._corpus[i]
         # Every period takes exactly its share of each corpus, so earlier periods need no table.
         return corpora, periods * self.shares[corpora] + self._before[i]
+
+    def counts(self, samples: int) -> list[int]:
+        """Return the number of samples of each corpus among the first `samples`."""
+        periods, rest = divmod(samples, self.period)
+        of_rest = np.bincount(self._corpus[:rest], minlength=len(self.shares))
+        counts: list[int] = (periods * self.shares + of_rest).tolist()
+        return counts
 
 
 class FixedSamples(ABC, Generic[BatchType]):

@@ -20,6 +20,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.base.settings.param_groups import ParamGroup, parse_param_groups
 from zero_tp.base.settings.recompute import RecomputePolicy
+from zero_tp.base.settings.schedule import Schedule
 from zero_tp.base.settings.schema import Parallel, Spike
 from zero_tp.data.batch import AnyBatch, Batch, as_batch
 from zero_tp.engine import guards
@@ -102,6 +103,7 @@ class TrainingEngine:
         compiled: bool | Literal["auto"] = False,
     ):
         self.topology = topology
+        self._settings = settings
         self.device = torch.device(device)
         disable_shared_memory_collectives()  # a script may not have called `connect_deepspeed`
         report_build_locks()
@@ -207,6 +209,37 @@ class TrainingEngine:
         checked = check_settings(deepspeed_config, parallel, EntryPoint.ENGINE, recompute, layers)
         options |= {"recompute": recompute, "param_groups": parse_param_groups(param_groups)}
         return cls(config, topology, checked.settings, **options)
+
+    def begin_stage(
+        self,
+        *,
+        micro_batch: int,
+        accumulation: int,
+        recompute: RecomputePolicy,
+        schedule: Schedule | None,
+        lr_scale: float = 1.0,
+        schedule_start: int | None = None,
+        config: PretrainedConfig | None = None,
+    ) -> None:
+        """Change what a stage of a run may change; call it between steps, on all ranks.
+
+        Args:
+            micro_batch, accumulation: samples of a micro-batch, and micro-batches of a step.
+            recompute: which layers backward recomputes.
+            schedule: of the rate; None: it is constant.
+            lr_scale: factor of the optimizer's rate.
+            schedule_start: number of updates before the schedule's first step; by default the
+                schedule begins now.
+            config: the model's, with other `rope_parameters`.
+        """
+        self.zero.set_batch(micro_batch, accumulation)
+        start = self.zero.updates if schedule_start is None else schedule_start
+        self.zero.replace_schedule(schedule, lr_scale, start)
+        if config is not None:
+            self.model.set_rope(config)
+        # Always made anew: its buffer has the size of the stage's micro-batches.
+        self.activations.remove()
+        self.activations = self._activation_memory(self._settings, recompute)
 
     @property
     def loss(self) -> float:

@@ -10,6 +10,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,7 @@ from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.fields import FIXED_IN_EVERY_CONFIG
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.position import LearnedEmbedding
-from zero_tp.model.transformer import Transformer
+from zero_tp.model.transformer import Transformer, TransformerLayer
 from zero_tp.model.wrapper_checks import WrapperChecks
 from zero_tp.parallel.embedding import VocabParallelEmbedding
 from zero_tp.parallel.gradients import GradientHooks
@@ -119,6 +120,17 @@ class ParallelModel(WrapperChecks, ABC):
         # Registered before DeepSpeed builds an engine around the model.
         self.gradient_hooks = GradientHooks(self, self.topology.tensor_group)
         self.generation_config = getattr(source, "generation", None) or self.generation_config
+
+    def set_rope(self, config: PretrainedConfig) -> None:
+        """Rotate by the `rope_parameters` of a config that is otherwise the model's."""
+        rotaries = self.architecture.spec(config).rotaries
+        self.config.rope_parameters = copy.deepcopy(config.rope_parameters)
+        self._config_as_built = copy.deepcopy(self._config_fields())
+        self.spec = replace(self.spec, rotaries=rotaries)
+        self.transformer.spec = self.spec
+        for layer, rotary in zip(self.transformer.layers, rotaries, strict=True):
+            assert isinstance(layer, TransformerLayer)
+            layer.attention.rotary = rotary
 
     def _config_fields(self) -> dict[str, Any]:
         """Return the config's fields that the layers read when they were built.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from zero_tp.data.batch import ReadAhead
 from zero_tp.run.callback import Callback, TrainState
 from zero_tp.run.process.signals import Requests
+from zero_tp.run.stages import StageChanges
 
 
 def train(
@@ -47,10 +48,12 @@ def train(
         # After all `on_start`: until here SIGTERM ends the run at once, because there is nothing to
         # save.
         stack.enter_context(state.requests.accepting())
-        # By `rank_batches` of data/samples.py, in a thread.
+        # By `batches_from` of data/samples.py, in a thread.
         batches = stack.enter_context(state.inputs.read_ahead(state.topology, state.total_steps))
+        stages = StageChanges(state)
         for step in range(state.step + 1, state.total_steps + 1):
             state.step = step
+            stages.before_step(state)
             _run_step(state, batches)
             if state.stop:
                 break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,13 @@ from zero_tp.base.weight_files import has_commit, resolve
 from zero_tp.data.batch import ReadAhead
 from zero_tp.data.documents import file_sha256
 from zero_tp.data.masked import MaskedRowBuilder, MaskedSamples, MaskedValidation, Masking
-from zero_tp.data.samples import FixedSamples, PackedSamples, TrainingSamples, ValidationSamples
+from zero_tp.data.samples import (
+    FixedSamples,
+    PackedSamples,
+    TrainingSamples,
+    ValidationSamples,
+    chain,
+)
 from zero_tp.data.tokenizer import (
     MaskingVocabulary,
     check_same_tokens,
@@ -67,18 +73,20 @@ class RunInputs:
         self.directory = directory
         self.allow_pickle = allow_pickle
         self.hash_tokens = hash_tokens
-        self.tokenizer = find_tokenizer(
-            config.zero_tp.tokenizer, next(iter(config.zero_tp.data.train))
-        )
+        self.tokenizer = find_tokenizer(config.zero_tp.tokenizer, config.training_corpora[0])
         self.model_config = self._model_config()
-        self.samples, self.validation = self._samples()
+        self.sequences, self.validation = self._samples()
+        if config.has_timeline:
+            chain(self.sequences, config.timeline.sequence_ends)
+            self._check_epochs()
         # A run that resumes needs no initial weights, and its directory of `from_pretrained` may be
         # gone.
         if not complete_steps(directory):
             self.pretrained()
             if self.config.pretrained is not None and self.tokenizer is not None:
                 check_same_tokens(self.tokenizer, resolve(self.config.pretrained))
-        corpora = (*self.samples.corpora, *(self.validation.corpora if self.validation else ()))
+        training = (corpus for samples in self.sequences for corpus in samples.corpora)
+        corpora = (*training, *(self.validation.corpora if self.validation else ()))
         # An id outside the vocabulary would be an error in a kernel, hours later; under TP no rank
         # has its row, and it would be embedded as zeros.
         for corpus in corpora if hash_tokens else ():
@@ -109,9 +117,10 @@ class RunInputs:
 
     @cached_property
     def _corpus_fingerprints(self) -> dict[str, TokenizerFingerprint | None]:
-        data = self.config.zero_tp.data
+        validation = self.config.zero_tp.data.validation or ()
         return {
-            prefix: corpus_fingerprint(prefix) for prefix in (*data.train, *(data.validation or ()))
+            prefix: corpus_fingerprint(prefix)
+            for prefix in (*self.config.training_corpora, *validation)
         }
 
     def _compare_tokenizers(self) -> list[str]:
@@ -120,7 +129,7 @@ class RunInputs:
         Returns a line on those that record none.
         """
         recorded = self._corpus_fingerprints
-        data = self.config.zero_tp.data
+        training = self.config.training_corpora
         first = next((prefix for prefix, one in recorded.items() if one is not None), None)
         name = (
             f"the tokenizer {self.tokenizer}"
@@ -129,7 +138,7 @@ class RunInputs:
         )
         for prefix, fingerprint in recorded.items():
             if fingerprint is not None and self.fingerprint is not None:
-                key = "zero_tp.data.train" if prefix in data.train else "zero_tp.data.validation"
+                key = "zero_tp.data.train" if prefix in training else "zero_tp.data.validation"
                 remedy = "prepare all corpora with one tokenizer (--tokenizer DIR)"
                 if self.tokenizer is not None:
                     remedy += ", and set zero_tp.tokenizer to it"
@@ -147,7 +156,46 @@ class RunInputs:
     @cached_property
     def corpora(self) -> dict[str, dict[str, Any]]:
         """Return the identities of the training corpora by prefix."""
-        return self.samples.identities(hash_tokens=self.hash_tokens)
+        identities: dict[str, dict[str, Any]] = {}
+        for samples in self.sequences:
+            for corpus in samples.corpora:
+                if corpus.prefix not in identities:
+                    identities[corpus.prefix] = samples.identity(
+                        corpus, hash_tokens=self.hash_tokens
+                    )
+        return identities
+
+    @property
+    def samples(self) -> TrainingSamples[Any]:
+        """Return the samples of the run's first stage."""
+        return self.sequences[0]
+
+    def epochs(self, prefix: str, stages: Sequence[int]) -> float:
+        """Return the passes over a training corpus that these stages of the run make."""
+        timeline = self.config.timeline
+        passes = 0.0
+        for stage in stages:
+            steps = timeline.stage_steps(stage)
+            first = timeline.at(steps.start)
+            samples = self.sequences[first.sequence]
+            last = first.first + timeline.at(steps.stop).samples_before - first.samples_before
+            for index, corpus in enumerate(samples.corpora):
+                if corpus.prefix == prefix:
+                    read = [samples.windows_read(end)[index] for end in (first.first, last)]
+                    passes += (read[1] - read[0]) / samples.windows[index]
+        return passes
+
+    def _check_epochs(self) -> None:
+        limit = self.config.zero_tp.data.max_epochs
+        if limit is None:
+            return
+        for prefix in self.config.training_corpora:
+            epochs = self.epochs(prefix, range(len(self.config.stages)))
+            if epochs > limit:
+                raise UserError(
+                    f"zero_tp.data.max_epochs: {limit:g}, but the run reads {prefix} "
+                    f"{epochs:.4g} times; train on fewer tokens, add a corpus, or raise it"
+                )
 
     @cached_property
     def validation_corpora(self) -> dict[str, dict[str, Any]]:
@@ -191,11 +239,18 @@ class RunInputs:
 
         A step is a list with one batch a micro-batch.
         """
-        sizes = (self.config.global_batch, self.config.micro_batch, self.config.accumulation)
 
         def read(step: int) -> list[Any]:
-            # Steps of a run count from 1, those of `rank_batches` from 0.
-            return self.samples.rank_batches(step - 1, *sizes, topology.data_rank, topology.data)
+            samples = self.config.timeline.at(step)
+            stage = self.config.stages[samples.stage]
+            assert stage.batch.micro is not None
+            return self.sequences[samples.sequence].batches_from(
+                samples.first,
+                stage.batch.micro,
+                stage.accumulation(samples.samples),
+                topology.data_rank,
+                topology.data,
+            )
 
         return ReadAhead(read, last)
 
@@ -247,8 +302,18 @@ class RunInputs:
                     "give another --output-dir"
                 )
 
-    def _samples(self) -> tuple[TrainingSamples[Any], FixedSamples[Any] | None]:
-        """Return the objective's training and validation samples."""
+    def _sources(self) -> list[tuple[dict[str, float], int]]:
+        """Return the corpora with weights, and the samples' length, of each sequence of samples."""
+        sources: list[tuple[dict[str, float], int]] = []
+        for stage in self.config.stages:
+            source = (stage.data, stage.length)
+            # A stage with those of the one before continues its sequence.
+            if not sources or sources[-1] != source:
+                sources.append(source)
+        return sources
+
+    def _samples(self) -> tuple[list[TrainingSamples[Any]], FixedSamples[Any] | None]:
+        """Return the objective's sequences of training samples, and its validation samples."""
         block = self.config.zero_tp
         data = block.data
         seed = block.training.seed
@@ -261,7 +326,10 @@ class RunInputs:
                 if data.validation
                 else None
             )
-            return PackedSamples(data.train, length, seed, separate=separate), validation
+            return [
+                PackedSamples(weights, tokens, seed, separate=separate)
+                for weights, tokens in self._sources()
+            ], validation
         if self.tokenizer is None or self._tokenizer is None:
             raise UserError(
                 "zero_tp.tokenizer: the masked objective needs the tokenizer that the corpus was "
@@ -272,11 +340,16 @@ class RunInputs:
             self._tokenizer, self.tokenizer, self.model_config.vocab_size
         )
         masking = Masking(vocabulary, objective.mask_probability, objective.max_ngram)
-        row_builder = MaskedRowBuilder(length, masking, objective.sentence_order)
+
+        def rows_of(tokens: int) -> MaskedRowBuilder:
+            return MaskedRowBuilder(tokens, masking, objective.sentence_order)
+
         masked_validation = (
-            MaskedValidation(data.validation, row_builder) if data.validation else None
+            MaskedValidation(data.validation, rows_of(length)) if data.validation else None
         )
-        return MaskedSamples(data.train, row_builder, seed), masked_validation
+        return [
+            MaskedSamples(weights, rows_of(tokens), seed) for weights, tokens in self._sources()
+        ], masked_validation
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerFast | None:

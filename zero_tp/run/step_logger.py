@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
 from zero_tp.base.errors import write_stderr
+from zero_tp.base.settings.timeline import StepSamples
 from zero_tp.model.flops import hardware_flops, model_flops, utilisation
 from zero_tp.parallel.devices import peak_flops
 from zero_tp.run.callback import Callback, Metrics, TrainState
@@ -35,7 +36,10 @@ class StepTimer:
     Attributes:
         elapsed: seconds from this object's creation to the end of the last step, with all work
             between steps.
+        steps_read: number of steps of the last reading.
     """
+
+    steps_read = 0
 
     def __init__(
         self, window: int = WINDOW, clock: Callable[[], float] = time.perf_counter
@@ -60,6 +64,7 @@ class StepTimer:
     def read(self) -> float:
         """Return the mean seconds of the steps since the last reading."""
         seconds = statistics.fmean(self._unread)
+        self.steps_read = len(self._unread)
         self._unread.clear()
         return seconds
 
@@ -100,18 +105,11 @@ class StepLogger(Callback):
         self._last_line = -math.inf
 
     def on_start(self, state: TrainState) -> None:
-        config = state.config
         engine = state.engine
-        spec = engine.model.spec
-        length = config.zero_tp.data.sequence_length
-        batch = config.global_batch
-        recomputed = config.zero_tp.recompute_policy.recomputed_layers_and_cores(
-            spec.layers, config.accumulation
-        )
-        self._model_flops = model_flops(spec, batch, length, config.label_fraction)
-        self._hardware_flops = hardware_flops(
-            spec, batch, length, config.label_fraction, recomputed
-        )
+        # Of the steps since the last line.
+        self._model_flops = self._hardware_flops = 0.0
+        self._flops: dict[tuple[int, int], tuple[float, float]] = {}
+        self._logged_tokens = state.config.timeline.at(state.step + 1).tokens_before
         self._peak = None
         if engine.device.type == "cuda":
             # In fp32 the peak depends on it: TF32 products are done by the tensor cores.
@@ -154,37 +152,67 @@ class StepLogger(Callback):
             get_accelerator().synchronize()
         loss = engine.loss if logged else math.nan
         self._timer.stop()
+        self._count_flops(state)
         self.bar.update()
         if logged:
             self._log(state, loss)
         if engine.spike:
             state.print(f"step {step} was skipped as a spike: {engine.spike}")
 
+    def _count_flops(self, state: TrainState) -> None:
+        """Add the FLOPs of this step, which differ between stages."""
+        config = state.config
+        samples = config.timeline.at(state.step)
+        key = (samples.stage, samples.samples)
+        if key not in self._flops:
+            self._flops[key] = self._step_flops(state, samples)
+        of_model, of_hardware = self._flops[key]
+        self._model_flops += of_model
+        self._hardware_flops += of_hardware
+
+    def _step_flops(self, state: TrainState, samples: StepSamples) -> tuple[float, float]:
+        """Return the FLOPs of a step of the model, and of the hardware."""
+        config = state.config
+        stage = config.stages[samples.stage]
+        spec = state.engine.model.spec
+        recomputed = stage.recompute.recomputed_layers_and_cores(
+            spec.layers, stage.accumulation(samples.samples)
+        )
+        sizes = (spec, samples.samples, samples.length, config.label_fraction)
+        return model_flops(*sizes), hardware_flops(*sizes, recomputed)
+
     def _log(self, state: TrainState, loss: float) -> None:
         """Measure the steps since the last line, and log this one."""
         engine = state.engine
-        config = state.config
-        seconds = self._timer.read()
+        timeline = state.config.timeline
+        consumed = timeline.at(state.step + 1)
+        tokens = consumed.tokens_before
+        mean_seconds = self._timer.read()
+        steps = self._timer.steps_read
+        seconds = mean_seconds * steps
         world = state.topology.world
-        samples = state.step * config.global_batch
-        length = config.zero_tp.data.sequence_length
         values = {
             "step": state.step,
-            "consumed_samples": samples,
+            "consumed_samples": consumed.samples_before,
+            "consumed_tokens": tokens,
             "loss": loss,
             "learning_rate": self._learning_rate,
             "grad_norm": engine.gradient_norm,
-            "tokens_per_second": config.global_batch * length / seconds,
+            "tokens_per_second": (tokens - self._logged_tokens) / seconds,
             "model_tflops": self._model_flops / seconds / world / 1e12,
             "mfu": utilisation(self._model_flops, seconds, world, self._peak),
             "hfu": utilisation(self._hardware_flops, seconds, world, self._peak),
             "memory_gib": memory_gib(engine.device.type),
-            "seconds": seconds,
+            "seconds": mean_seconds,
             "loss_scale": engine.loss_scale,
             "skipped_steps": engine.skipped_steps,
         }
-        left = self._timer.estimate(state.total_steps - state.step)
-        progress = RunProgress(samples * length, world, self._timer.elapsed, left)
+        # By tokens, because the steps of stages differ.
+        left_tokens = timeline.tokens - tokens
+        left = self._timer.estimate(1) * left_tokens / timeline.at(state.step).tokens
+        progress = RunProgress(tokens, world, self._timer.elapsed, left)
+        self._logged_tokens = tokens
+        self._model_flops = self._hardware_flops = 0.0
         values |= engine.figures | engine.attention_figures
         self.log(state, values, progress, line=self._is_line_due(state))
 

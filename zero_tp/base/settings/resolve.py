@@ -6,13 +6,21 @@ world = tensor × data, global batch = micro × accumulation × data.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zero_tp.base.errors import ConfigError, shown
-from zero_tp.base.settings.schedule import LENGTHS, WARMUPS, check_scheduler
+from zero_tp.base.settings.schedule import (
+    LENGTHS,
+    SCHEDULES,
+    TOKEN_LENGTHS,
+    WARMUPS,
+    check_scheduler,
+)
+from zero_tp.base.settings.timeline import Timeline
 from zero_tp.base.strict_json import InvalidJson, parse_json
 from zero_tp.base.validation import MISSING
 
@@ -181,7 +189,8 @@ def fill(
     Args:
         values: DeepSpeed's part, types checked, without the keys that are "auto".
         auto_keys: the removed keys, in the order of `AUTO`.
-        steps: `zero_tp.training.steps`.
+        steps: those that the schedule rules: `zero_tp.training.steps`, or those of the stages
+            without a schedule of their own.
         hidden_size: of the model.
         saved: the state that a resumed run continues from.
     """
@@ -223,6 +232,93 @@ def _auto_value(path: str, values: dict[str, Any], steps: int, hidden_size: int)
         "zero_optimization.stage3_param_persistence_threshold": 10 * hidden_size,
     }
     return computed[path] if path in computed else parse_json(AUTO[path])
+
+
+def pop_token_lengths(values: dict[str, Any]) -> dict[str, int]:
+    """Remove the lengths in tokens from the `scheduler` block of `values`, and return them.
+
+    Raises:
+        ConfigError: one is no number of tokens, its schedule has no such phase, or has it in steps.
+    """
+    params = look_up(values, "scheduler.params")
+    kind = look_up(values, "scheduler.type")
+    if not isinstance(params, dict) or not isinstance(kind, str) or kind not in SCHEDULES:
+        return {}  # its own error comes later
+    lengths = {}
+    for name in TOKEN_LENGTHS.keys() & params.keys():
+        tokens = params.pop(name)
+        key = f"scheduler.params.{name}"
+        argument = _argument_of(name, kind)
+        if argument is None:
+            phase = name.removesuffix("_tokens").replace("warmup", "warm-up")
+            raise ConfigError(key, f'a "{kind}" schedule has no {phase} phase', "leave it out")
+        if argument in params:
+            raise ConfigError(key, f"given with {argument}", "give one of them")
+        if type(tokens) not in (int, float) or tokens < 1 or tokens != int(tokens):
+            raise ConfigError(key, f"{shown(tokens)} is not a number of tokens", "write an integer")
+        lengths[name] = int(tokens)
+    return lengths
+
+
+def _argument_of(name: str, kind: str) -> str | None:
+    """Return the argument in steps of a schedule for a length in tokens; None if it has none."""
+    fields = SCHEDULES[kind].model_fields
+    return next((argument for argument in TOKEN_LENGTHS[name] if argument in fields), None)
+
+
+def token_arguments(values: dict[str, Any], lengths: dict[str, int]) -> list[str]:
+    """Return the dotted keys of the arguments that lengths in tokens stand for."""
+    kind = look_up(values, "scheduler.type")
+    return [f"scheduler.params.{_argument_of(name, kind)}" for name in lengths]
+
+
+def set_token_lengths(
+    values: dict[str, Any], lengths: dict[str, int], timeline: Timeline | None, steps: range
+) -> None:
+    """Set the arguments in steps of a `scheduler` block that are given in tokens.
+
+    The steps are as many as consume the tokens, rounded up: of a warm-up from the first step on, of
+    a decay up to the last one.
+
+    Args:
+        timeline: of the run; None: the global batch is not known.
+        steps: those that the schedule rules; its own steps count from the first of them.
+    """
+    for name, tokens in lengths.items():
+        if timeline is None:
+            problem = "needs the global batch, which the number of ranks decides"
+            raise ConfigError(
+                f"scheduler.params.{name}", problem, "give --world-size N, or train_batch_size"
+            )
+        block = values["scheduler"]
+        params = block["params"]
+        argument = _argument_of(name, block["type"])
+        assert argument is not None
+        if name == "warmup_tokens":
+            params[argument] = timeline.steps_from(steps.start, tokens)
+            continue
+        length = next((params[key] for key in LENGTHS if key in params), len(steps) + 1)
+        # Its length counts one step more than it rules ("auto").
+        params[argument] = max(1, timeline.steps_until(steps.start + int(length) - 2, tokens))
+
+
+def fill_schedule(
+    block: dict[str, Any], timeline: Timeline, steps: range, rate: Any
+) -> dict[str, Any]:
+    """Return a stage's `scheduler` block with "auto" and lengths in tokens filled in.
+
+    Args:
+        steps: those that the schedule rules.
+        rate: `optimizer.params.lr`.
+    """
+    values = {"scheduler": copy.deepcopy(block), "optimizer": {"params": {"lr": rate}}}
+    auto_keys = [key for key in pop_autos(values) if key.startswith("scheduler.")]
+    for key in auto_keys:
+        parent, name = _parent_block(values, key)
+        parent[name] = _auto_value(key, values, len(steps), 0)
+    set_token_lengths(values, pop_token_lengths(values), timeline, steps)
+    filled: dict[str, Any] = values["scheduler"]
+    return filled
 
 
 def _schedule_length(path: str, length: int, earlier: int, saved: SavedStart) -> tuple[int, str]:

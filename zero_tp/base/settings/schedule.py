@@ -145,6 +145,8 @@ REFUSED_SCHEDULES = dict.fromkeys(
 LENGTHS = ("total_num_steps", "num_training_steps")
 WARMUPS = ("warmup_num_steps", "num_warmup_steps")
 """DeepSpeed's and transformers' names for the length of the schedule and of its warm-up."""
+TOKEN_LENGTHS = {"warmup_tokens": WARMUPS, "decay_tokens": ("num_decay_steps",)}
+"""Lengths in tokens → the arguments in steps that they stand for."""
 
 
 class Schedule(ConfigModel):
@@ -157,6 +159,10 @@ class Schedule(ConfigModel):
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that were given a value."""
         return self.params.model_dump(mode="json", exclude_unset=True)
+
+    def written(self) -> dict[str, Any]:
+        """Return the block as a file has it."""
+        return {"type": self.type, "params": self.arguments}
 
     def number(self, name: str) -> float:
         """Return the argument `name`, its default, or 0 if the schedule has none."""

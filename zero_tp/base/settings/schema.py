@@ -84,12 +84,70 @@ class Data(ConfigModel):
     sequence_length: Positive = Field(
         description="Tokens of one sample; at most the model's positions."
     )
+    max_epochs: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Passes over a training corpus above which the run is refused."
+    )
     document_attention: Literal["continue", "reset"] = Field(
         "continue",
         description="Whether attention and positions continue across the documents packed in one "
         "sample, or restart "
         "with each document: [data.md](data.md#packed-documents).",
     )
+
+
+class BatchRampUp(ConfigModel):
+    """The growth of a global batch from `start` to its full size."""
+
+    start: Positive = Field(description="Samples of the first steps.")
+    increment: Positive = Field(description="Samples by which the batch grows.")
+    tokens: Positive = Field(
+        description="Tokens over which it grows to the full batch, in equal parts."
+    )
+
+
+class TrainingStage(ConfigModel):
+    """A part of a run. What it does not name is as in the stage before."""
+
+    name: Name = Field(description="Its name in the log, the report and errors.")
+    tokens: Positive | None = Field(None, description="Its length in tokens.")
+    steps: Positive | None = Field(None, description="Its length in steps.")
+    until: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="Its end, as a share of `training.tokens` or `training.steps`."
+    )
+    data: Corpora | None = Field(None, description="As `data.train`.")
+    sequence_length: Positive | None = Field(None, description="As `data.sequence_length`.")
+    train_batch_size: Positive | None = Field(None, description="Samples of one optimizer step.")
+    batch_tokens: Positive | None = Field(
+        None, description="Tokens of one optimizer step, instead of `train_batch_size`."
+    )
+    train_micro_batch_size_per_gpu: Positive | None = Field(
+        None, description="Samples of one forward on one replica."
+    )
+    batch_size_rampup: BatchRampUp | None = Field(
+        None, description="Growth of its batch; it counts the tokens of the stage."
+    )
+    recompute: RecomputeMode | RecomputePolicy | None = Field(
+        None, description="As `zero_tp.recompute`."
+    )
+    rope: dict[str, Any] | None = Field(
+        None, description="Fields of the model's `rope_parameters` that change."
+    )
+    scheduler: dict[str, Any] | None = Field(
+        None, description="A `scheduler` block whose steps count from the stage's first."
+    )
+    lr_scale: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
+        None, description="Factor of the file's learning rate."
+    )
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> TrainingStage:
+        lengths = [name for name in ("tokens", "steps", "until") if getattr(self, name) is not None]
+        if len(lengths) != 1:
+            given = " and ".join(lengths) or "none of them"
+            raise ValueError(f"takes one of tokens, steps and until: it has {given}")
+        if self.train_batch_size is not None and self.batch_tokens is not None:
+            raise ValueError("has train_batch_size and batch_tokens: give one of them")
+        return self
 
 
 class Spike(ConfigModel):
@@ -146,6 +204,16 @@ class Training(ConfigModel):
     )
     tokens: Positive | None = Field(
         None, description="Tokens of the whole run, instead of `steps`."
+    )
+    stages: list[TrainingStage] = Field(
+        [],
+        description="The parts of a run with other data, lengths, batches or rates: "
+        "[recipes.md](recipes.md#stages).",
+    )
+    batch_size_rampup: BatchRampUp | None = Field(
+        None,
+        description="Growth of the global batch at the run's beginning: "
+        "[recipes.md](recipes.md#batch-ramp).",
     )
     seed: Annotated[int, Field(ge=0, le=2**53)] = Field(
         1234, description="Seed of initialisation, dropout and sample order."

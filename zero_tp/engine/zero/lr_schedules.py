@@ -80,8 +80,16 @@ def set_schedule(schedule: Any, updates: int, *, native_start: bool = False) -> 
         schedule.step(updates if isinstance(schedule, ONE_STEP_AHEAD) else updates + 1)
 
 
-def scale_rates(schedule: Any, groups: Sequence[dict[str, Any]]) -> None:
-    """Multiply the rate of each group by its `lr_scale`, now and at every later step.
+def make_schedule(schedule: Schedule, optimizer: Any) -> Any:
+    """Return a schedule object of DeepSpeed or transformers that sets an optimizer's rates."""
+    make = transformers_schedule(schedule)
+    if make is None:
+        make = functools.partial(getattr(lr_schedules, schedule.type), **schedule.arguments)
+    return make(optimizer)
+
+
+def scale_rates(schedule: Any, groups: Sequence[dict[str, Any]], factor: float = 1.0) -> None:
+    """Multiply the rate of each group by its `lr_scale` and `factor`, now and at later steps.
 
     DeepSpeed's schedules write one rate into all groups. With scales of 1 and 1/2:
 
@@ -91,8 +99,9 @@ def scale_rates(schedule: Any, groups: Sequence[dict[str, Any]]) -> None:
     Args:
         schedule: of DeepSpeed or transformers; None: the rate is constant, or another schedule
             starts from what each group has now.
+        factor: of a stage of the run.
     """
-    scales = [group.get("lr_scale", 1.0) for group in groups]
+    scales = [factor * group.get("lr_scale", 1.0) for group in groups]
     if all(scale == 1.0 for scale in scales):
         return
     for group, scale in zip(groups, scales, strict=True):
@@ -125,20 +134,22 @@ class _RateOnly(torch.optim.Optimizer):
         pass
 
 
-def rates(schedule: Schedule, rate: float, steps: Iterable[int]) -> list[float]:
+def rates(schedule: Schedule | None, rate: float, steps: Iterable[int]) -> list[float]:
     """Return the learning rates of the steps `steps` of a run.
 
     Args:
+        schedule: None: the rate is constant.
         rate: the optimizer's.
     """
+    if schedule is None:
+        return [rate for _ in steps]
     optimizer = _RateOnly(rate)
-    make = transformers_schedule(schedule)
-    params = schedule.arguments
-    if make is None:
-        if schedule.type == "OneCycle":
-            params["cycle_momentum"] = False  # it would set the betas of an Adam
-        make = functools.partial(getattr(lr_schedules, schedule.type), **params)
-    stepped: Any = make(optimizer)
+    if schedule.type == "OneCycle":
+        # It would set the betas of an Adam.
+        momentum = {"cycle_momentum": False}
+        params = schedule.params.model_copy(update=momentum)
+        schedule = schedule.model_copy(update={"params": params})
+    stepped = make_schedule(schedule, optimizer)
     values = []
     for step in steps:
         set_schedule(stepped, step - 1)

@@ -14,12 +14,17 @@ from torch import Tensor
 
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.base.settings.optimizer import Muon
-from zero_tp.base.settings.schedule import TRANSFORMERS_SCHEDULES
+from zero_tp.base.settings.schedule import TRANSFORMERS_SCHEDULES, Schedule
 from zero_tp.engine.zero.expert_groups import Trainable, expert_groups, split_by_group, unsplit
 from zero_tp.engine.zero.facts import deepspeed_clips, keeps_gradients_in_place
 from zero_tp.engine.zero.fragments import Fragment
 from zero_tp.engine.zero.loss_scale import LossScale
-from zero_tp.engine.zero.lr_schedules import scale_rates, set_schedule, transformers_schedule
+from zero_tp.engine.zero.lr_schedules import (
+    make_schedule,
+    scale_rates,
+    set_schedule,
+    transformers_schedule,
+)
 from zero_tp.engine.zero.states import OptimizerStates
 from zero_tp.engine.zero.veto import StepVeto
 from zero_tp.parallel.layout import stored_tensors
@@ -92,10 +97,13 @@ class ZeroEngine(ABC):
         compiled: the update runs in compiled kernels, where a stage has some.
         native_schedule_start: DeepSpeed's schedules start where DeepSpeed starts them
             (`set_schedule`).
+        schedule_start: number of updates before the schedule's first step; above 0 if a stage of
+            the run has brought the schedule.
     """
 
     lock_step = False
     native_schedule_start = False
+    schedule_start = 0
     compiled = False
     model: ParallelModel
     deepspeed_engine: Any
@@ -162,7 +170,60 @@ class ZeroEngine(ABC):
         It is the config's, which may differ from that of the saved run.
         """
         if self.scheduler is not None:
-            set_schedule(self.scheduler, updates, native_start=self.native_schedule_start)
+            own_updates = max(0, updates - self.schedule_start)
+            set_schedule(self.scheduler, own_updates, native_start=self.native_schedule_start)
+
+    @property
+    def updates(self) -> int:
+        """Return the number of steps that have updated the weights."""
+        engine = self.deepspeed_engine
+        return int(engine.global_steps - engine.skipped_steps)
+
+    def replace_schedule(self, schedule: Schedule | None, factor: float, start: int) -> None:
+        """Take the rates of the next steps from another schedule.
+
+        Args:
+            schedule: None: the rate is constant.
+            factor: of the optimizer's rate, for all groups.
+            start: number of updates before the schedule's first step.
+        """
+        assert self.settings.optimizer is not None
+        rate = float(self.settings.optimizer.params.lr)
+        for group in self.optimizer.param_groups:
+            # Schedules read the optimizer's rate here, which the one before has moved.
+            group["lr"] = rate
+            group.pop("initial_lr", None)
+        self.scheduler = None
+        if schedule is not None:
+            # As DeepSpeed makes them: transformers' schedules need an optimizer of torch.
+            is_lambda = schedule.type in TRANSFORMERS_SCHEDULES
+            owner = self.deepspeed_engine.basic_optimizer if is_lambda else self.optimizer
+            self.scheduler = make_schedule(schedule, owner)
+        self.deepspeed_engine.lr_scheduler = self.scheduler
+        scale_rates(self.scheduler, self.optimizer.param_groups, factor)
+        self.schedule_start = start
+        self._set_schedule(self.updates)
+
+    def set_batch(self, micro_batch: int, accumulation: int) -> None:
+        """Take steps of `accumulation` micro-batches of `micro_batch` samples from now on.
+
+        Call it between steps.
+        """
+        engine = self.deepspeed_engine
+        engine.set_train_micro_batch_size(micro_batch)
+        samples = micro_batch * accumulation * self.topology.data
+        engine.set_train_batch_size(samples)
+        engine.tput_timer.batch_size = samples
+        # The ZeRO optimizers have read it, too.
+        if hasattr(self.optimizer, "gradient_accumulation_steps"):
+            self.optimizer.gradient_accumulation_steps = accumulation
+        self._align_micro_steps()
+
+    def _align_micro_steps(self) -> None:
+        # DeepSpeed steps when this count is a multiple of the accumulation, which may differ from
+        # the saved run's or the stage's before.
+        engine = self.deepspeed_engine
+        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run a micro-batch's backward, in fp16 of the scaled loss, with DeepSpeed's options."""
@@ -217,6 +278,8 @@ class ZeroEngine(ABC):
     def progress(self) -> dict[str, Any]:
         """Return the run's progress, equal on all ranks, for a checkpoint's manifest."""
         groups = self.optimizer.param_groups
+        # Earlier versions do not read it.
+        start = {"schedule_start": self.schedule_start} if self.schedule_start else {}
         return {
             "optimizer_steps": self.states().steps,
             "counters": {name: getattr(self.deepspeed_engine, name) for name in COUNTERS},
@@ -225,6 +288,7 @@ class ZeroEngine(ABC):
             "learning_rates": unsplit([float(group["lr"]) for group in groups], groups),
             "loss_scale": {} if self.loss_scale is None else self.loss_scale.state(),
             "recent": [list(pair) for pair in self.veto.recent],
+            **start,
         }
 
     def restore_progress(self, progress: dict[str, Any]) -> None:
@@ -235,11 +299,9 @@ class ZeroEngine(ABC):
         self.restore_update_count(progress)
         for name in COUNTERS:
             setattr(self.deepspeed_engine, name, progress["counters"][name])
-        # DeepSpeed steps when this count is a multiple of the accumulation, which may differ from
-        # the saved run's.
-        engine = self.deepspeed_engine
-        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
-        self._set_schedule(engine.global_steps - engine.skipped_steps)
+        self._align_micro_steps()
+        self.schedule_start = progress.get("schedule_start", 0)
+        self._set_schedule(self.updates)
         self.veto.recent = [list(pair) for pair in progress.get("recent", [])]
 
     def restore_update_count(self, progress: dict[str, Any]) -> None:

@@ -52,6 +52,8 @@ def inspect(source: Path, *, verify: bool = False) -> str:
         ("checkpoint", str(checkpoint.path)),
         *([("complete", "steps " + ", ".join(f"{step:,}" for step in steps))] if steps else []),
         ("step", f"{manifest.step:,}"),
+        *([("stage", manifest.stage)] if manifest.stage is not None else []),
+        *([("tokens", f"{manifest.tokens:,}")] if manifest.tokens is not None else []),
         ("saved at", str(Parallelism.from_manifest(manifest))),
         *(
             [("parent", f"{parent.checkpoint}, trained on {parent.tokens:,} tokens")]

@@ -9,20 +9,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from zero_tp.base.constants import MODEL_KEY, PARAM_GROUPS_KEY
+from zero_tp.base.constants import MODEL_KEY, PARAM_GROUPS_KEY, RAMP_KEY, STAGES_KEY
 from zero_tp.base.errors import ConfigError, UserError, shown
 from zero_tp.base.settings.optimizer import IMPLEMENTATION
 from zero_tp.base.settings.removed import drop_removed_keys
 from zero_tp.base.validation import ConfigModel, Count, Positive, validate
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.parallel.topology import describe_grid
+from zero_tp.run.config.stages import fixed_stages
 
 if TYPE_CHECKING:
     from zero_tp.run.config import RunConfig
@@ -34,6 +36,18 @@ FORMATS = (4, 5)
 OWN_HASH = "sha256"
 PARALLELISM_KEYS = ("zero_tp.parallel", "zero_optimization.stage", "bf16.enabled", "fp16.enabled")
 """Keys of a config that `Parallelism` covers."""
+
+STAGE_SETTINGS = {
+    "sequence_length": "zero_tp.data.sequence_length",
+    "train_batch_size": "train_batch_size",
+}
+UNSTAGED: dict[str, Any] = {
+    "batch_size_rampup": None,
+    "rope": {},
+    "scheduler": None,
+    "lr_scale": 1.0,
+}
+"""What the only stage of a run without stages has: a setting of the whole run, or none."""
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
@@ -85,7 +99,11 @@ class ReplicatedParameter(ConfigModel):
 
 
 class Progress(ConfigModel):
-    """A run's counts, schedule and loss scale (see `ZeroEngine.progress`)."""
+    """A run's counts, schedule and loss scale (see `ZeroEngine.progress`).
+
+    Attributes:
+        schedule_start: number of updates before the first step of its stage's schedule.
+    """
 
     optimizer_steps: Count | None
     counters: dict[str, Count]
@@ -93,6 +111,7 @@ class Progress(ConfigModel):
     learning_rates: list[float]
     loss_scale: dict[str, Any]
     recent: list[list[float]] = Field(default_factory=list)
+    schedule_start: Count = 0
 
 
 class Parent(ConfigModel):
@@ -112,8 +131,7 @@ class Parent(ConfigModel):
     @classmethod
     def of(cls, checkpoint: Path, manifest: Manifest) -> Parent:
         """Return the record of a checkpoint for the runs that start from it."""
-        samples = manifest.step * int(manifest.fixed["train_batch_size"])
-        tokens = samples * int(manifest.fixed["zero_tp.data.sequence_length"])
+        tokens = manifest.trained_tokens
         return cls(
             checkpoint=str(checkpoint.resolve()),
             sha256=manifest.sha256,
@@ -136,6 +154,8 @@ class Manifest(ConfigModel):
             to the run.
         tokenizer_fingerprint: of the tokenizer or, in a run without one, of the corpora's.
         config: the resolved config that the run was started with.
+        stage, tokens: the name of the last step's stage, and the tokens that the run has consumed;
+            None if all steps have the same batch.
         sha256: of the manifest's content (see `content_hash`).
     """
 
@@ -160,9 +180,19 @@ class Manifest(ConfigModel):
     versions: dict[str, str]
     parent: Parent | None = None
     config: dict[str, Any]
+    stage: str | None = None
+    tokens: Count | None = None
     expert: Positive = 1
     files: dict[str, ManifestFile]
     sha256: Digest
+
+    @property
+    def trained_tokens(self) -> int:
+        """Return the tokens that the run has consumed, without its parents'."""
+        if self.tokens is not None:
+            return self.tokens
+        samples = self.step * int(self.fixed["train_batch_size"])
+        return samples * int(self.fixed["zero_tp.data.sequence_length"])
 
 
 def content_hash(manifest: dict[str, Any]) -> str:
@@ -239,16 +269,37 @@ class Parallelism(NamedTuple):
         return f"{grid}, ZeRO-{self.zero_stage}, {self.dtype}"
 
 
-def fixed_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the keys of a config that no resume may change."""
+def stage_entries(config: RunConfig, step: int) -> dict[str, Any]:
+    """Return a manifest's entries on its stage; none if all steps have the same batch."""
+    training = config.zero_tp.training
+    if not training.stages and training.batch_size_rampup is None:
+        return {}
+    stage = config.stages[config.timeline.at(step).stage].name
+    return {
+        **({"stage": stage} if stage else {}),
+        "tokens": config.timeline.at(step + 1).tokens_before,
+    }
+
+
+def fixed_settings(
+    config: RunConfig, names: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return the keys of a config that no resume may change.
+
+    Args:
+        names: of corpora that have moved: the prefix now → the one before.
+    """
     block = config.zero_tp
+    ramp = block.training.batch_size_rampup
     optimizer = config.settings.written()["optimizer"]
     params = optimizer["params"]
     return {
         "zero_tp.model": {key: block.model[key] for key in sorted(block.model)},
         "zero_tp.training.seed": block.training.seed,
         # A list, because the order of the corpora decides which samples a step sees.
-        "zero_tp.data.train": [[prefix, weight] for prefix, weight in block.data.train.items()],
+        "zero_tp.data.train": [
+            [names.get(prefix, prefix), weight] for prefix, weight in block.data.train.items()
+        ],
         "zero_tp.data.sequence_length": block.data.sequence_length,
         "zero_tp.data.document_attention": block.data.document_attention,
         "train_batch_size": config.global_batch,
@@ -263,6 +314,8 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
             for index, group in enumerate(block.param_groups)
         },
         **({} if block.masked is None else {"zero_tp.objective": block.masked.model_dump()}),
+        RAMP_KEY: None if ramp is None else ramp.model_dump(),
+        **fixed_stages(config.stages, config.timeline, names),
     }
 
 
@@ -334,22 +387,19 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
     """
     check_states(checkpoint, manifest, config)
     check_saved_by_run(checkpoint, manifest)
-    train = config.zero_tp.data.train
-    # Checkpoints of versions without the key have no groups.
-    fixed = {PARAM_GROUPS_KEY: {}, **manifest.fixed}
-    for key, value in fixed_settings(config).items():
-        if key not in fixed:
+    # Corpora may have moved: only their number, order and weights are compared.
+    names = dict(zip(config.training_corpora, manifest.corpora, strict=False))
+    now_fixed, moved_fixed = (
+        _trained(fixed_settings(config, moved), manifest.step) for moved in ({}, names)
+    )
+    fixed = _fixed_before(manifest, now_fixed)
+    for key in dict.fromkeys((*now_fixed, *(key for key in fixed if key.startswith(STAGES_KEY)))):
+        if key not in fixed and not key.startswith(STAGES_KEY):
             raise UserError(
                 f"{checkpoint}: its manifest lacks fixed.{key}; the checkpoint is damaged"
             )
-        before = fixed[key]
-        # Corpora may have moved: only their number, order and weights are compared.
-        moved = [
-            [prefix, weight]
-            for prefix, weight in zip(manifest.corpora, train.values(), strict=False)
-        ]
-        has_moved = key == "zero_tp.data.train" and len(moved) == len(train) and before == moved
-        if before != value and not has_moved:
+        value, before = now_fixed.get(key), fixed.get(key)
+        if before not in (value, moved_fixed.get(key)):
             # `_differing` finds nothing if a key of the model is null in one and absent in the
             # other.
             key, now, old = next(_differing(key, value, before), (key, shown(value), shown(before)))
@@ -358,6 +408,38 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
                 f"set it back, or start a new run from these weights with --from {checkpoint} and "
                 "another --output-dir"
             )
+
+
+def _trained(fixed: dict[str, Any], step: int) -> dict[str, Any]:
+    """Return the settings of `fixed_settings` without stages that begin after `step`.
+
+    Such a stage may still change, and others may follow it.
+    """
+    return {
+        key: value
+        for key, value in fixed.items()
+        if not (key.startswith(STAGES_KEY) and value["first_step"] > step)
+    }
+
+
+def _fixed_before(manifest: Manifest, now: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that a checkpoint was saved with, as `fixed_settings` has them.
+
+    Args:
+        now: those of the run that opens it.
+    """
+    # Checkpoints of earlier versions lack the first two.
+    fixed = _trained({PARAM_GROUPS_KEY: {}, RAMP_KEY: None, **manifest.fixed}, manifest.step)
+    first = f"{STAGES_KEY}[0]"
+    if first in now and first not in fixed:
+        # A run without stages has been one, to which others are added now.
+        fixed[first] = {
+            **now[first],
+            "data": fixed.get("zero_tp.data.train"),
+            **{name: fixed.get(key) for name, key in STAGE_SETTINGS.items()},
+            **UNSTAGED,
+        }
+    return fixed
 
 
 def check_saved_by_run(checkpoint: Path, manifest: Manifest) -> None:

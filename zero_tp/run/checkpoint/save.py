@@ -41,6 +41,7 @@ from zero_tp.run.checkpoint.manifest import (
     Parallelism,
     Parent,
     fixed_settings,
+    stage_entries,
     states_file,
     versions,
 )
@@ -313,6 +314,7 @@ def run_saver(
             "validation": validation or {},
             **describe_tokenizer(tokenizer, fingerprint, run),
             **({} if parent is None else {"parent": parent.model_dump()}),
+            **stage_entries(config, zero.deepspeed_engine.global_steps),
             "config": config.resolved(),
         }
 

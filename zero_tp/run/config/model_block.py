@@ -48,7 +48,7 @@ def check_model(
     spec = architecture_of(config).spec(config)
     _check_objective(zero_tp, spec, config)
     spec.check(zero_tp.parallel.tensor, zero_tp.parallel.expert, data)
-    _check_length(zero_tp, spec.positions, config)
+    check_length(zero_tp, config)
     if zero_tp.attention == "flex_attention" and spec.score_cap is None:
         problem = f'"flex_attention" is for a soft cap of scores; a {config.model_type} has none'
         raise ConfigError("zero_tp.attention", problem, 'take "sdpa"')
@@ -158,7 +158,11 @@ def ignored_fields(model: dict[str, Any]) -> list[str]:
     return describe_ignored_fields(directory) if directory.exists() else []
 
 
-def _check_length(zero_tp: ZeroTP, positions: int, config: PreTrainedConfig) -> None:
+def check_length(zero_tp: ZeroTP, config: PreTrainedConfig) -> None:
+    """Check that the model has the positions of a sample, and that SP can split them."""
+    from zero_tp.model.architectures import architecture_of
+
+    positions = architecture_of(config).spec(config).positions
     key = "zero_tp.data.sequence_length"
     tensor = zero_tp.parallel.tensor
     length = zero_tp.data.sequence_length

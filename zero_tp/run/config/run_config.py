@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError, did_you_mean
@@ -25,13 +25,17 @@ from zero_tp.base.settings.resolve import (
     fill,
     look_up,
     pop_autos,
+    pop_token_lengths,
     resolve_batch,
+    set_token_lengths,
+    token_arguments,
     unresolvable_autos,
 )
 from zero_tp.base.settings.schema import ZeroTP
+from zero_tp.base.settings.timeline import Timeline
 from zero_tp.base.shipped import config_names
 from zero_tp.base.strict_json import read_json
-from zero_tp.base.validation import ErrorCollector, validate
+from zero_tp.base.validation import ErrorCollector, validate, with_keys
 from zero_tp.base.weight_files import is_cached, is_hub_name, pin_commit, pin_to_first_start
 from zero_tp.engine.settings.parse import parse_settings
 from zero_tp.engine.settings.rule import Combination
@@ -39,10 +43,23 @@ from zero_tp.engine.settings.rules import notes, refuse
 from zero_tp.parallel.topology import check_expert_size, data_parallel_size
 from zero_tp.run.config.model_block import (
     FROM_PRETRAINED,
+    check_length,
     check_model,
     ignored_fields,
     model_config,
     router_bias_note,
+)
+from zero_tp.run.config.stages import (
+    RunStage,
+    file_schedule_steps,
+    make_timeline,
+    name_in_stage,
+    name_stages,
+    resolve_stages,
+    schedule_stages,
+    scheduled_steps,
+    stage_model,
+    with_stage_lengths,
 )
 
 if TYPE_CHECKING:
@@ -65,6 +82,7 @@ class RunConfig:
         batch: the batch sizes; a size that depends on an unknown world size is None.
         settings: DeepSpeed's part, with "auto" and batch sizes filled in.
         zero_tp: the `zero_tp` block.
+        stages: the run's parts, at least one.
     """
 
     path: Path
@@ -73,6 +91,8 @@ class RunConfig:
     settings: DeepSpeedSettings = dataclasses.field(repr=False)
     zero_tp: ZeroTP = dataclasses.field(repr=False)
     _hf_config: PreTrainedConfig = dataclasses.field(repr=False)
+    stages: tuple[RunStage, ...] = dataclasses.field(repr=False)
+    _timeline: Timeline | None = dataclasses.field(repr=False)
     _load_notes: Sequence[str] = ()
 
     @classmethod
@@ -119,17 +139,24 @@ class RunConfig:
 
         # 1. Types: errors of single keys. An "auto" has no value yet.
         block = values.pop("zero_tp", None)
-        zero_tp, hf_config, batch = _check_keys(values, block, auto_keys, world_size, saved)
+        checked = _check_keys(values, block, auto_keys, world_size, saved)
+        zero_tp, hf_config, batch, stages, timeline, token_lengths = checked
 
         # 2. Fill in defaults, "auto" and batch sizes.
         # Steps first: the length of a schedule may be "auto", which is the number of steps.
-        zero_tp = _fill_steps(zero_tp, batch.total)
-        lines = fill(values, auto_keys, batch, zero_tp.training.steps, hf_config.hidden_size, saved)
+        steps = range(1, zero_tp.training.steps + 1)
+        if timeline is not None:
+            steps = file_schedule_steps(zero_tp, timeline)
+            zero_tp = with_stage_lengths(zero_tp, stages, timeline)
+        lines = fill(values, auto_keys, batch, len(steps), hf_config.hidden_size, saved)
+        set_token_lengths(values, token_lengths, timeline, steps)
         settings = parse_settings(values)
 
         # 3. Refuse: combinations that would train another model, or cannot be trained.
-        refuse(Combination.of_run(settings, zero_tp, hf_config.num_hidden_layers))
-        config = cls(path, world_size, batch, settings, zero_tp, hf_config, (*removed, *lines))
+        notes = (*removed, *lines)
+        config = cls(path, world_size, batch, settings, zero_tp, hf_config, stages, timeline, notes)
+        refuse(config.combination)
+        config.check_stages()
         if zero_tp.param_groups:
             config.parameter_groups()  # raises what is wrong with them
         return config
@@ -145,6 +172,67 @@ class RunConfig:
             update={"tokenizer": pin_commit(self.zero_tp.tokenizer, TOKENIZER_KEY)}
         )
         return dataclasses.replace(self, zero_tp=zero_tp)
+
+    @property
+    def timeline(self) -> Timeline:
+        """Return what each step trains on. Needs the global batch."""
+        assert self._timeline is not None, "RunConfig.load needs a world_size for this"
+        return self._timeline
+
+    @property
+    def has_timeline(self) -> bool:
+        """Return whether the global batch is known."""
+        return self._timeline is not None
+
+    def stage_config(self, index: int) -> RunConfig:
+        """Return the config of a run that is like one stage, as rules and plans judge it.
+
+        Its `training.steps` are those that the stage's schedule rules.
+        """
+        stage = self.stages[index]
+        if not stage.name:
+            return self
+        sizes = {key: getattr(stage.batch, field) for key, field in BATCH_FIELDS.items()}
+        update = {key: size for key, size in sizes.items() if size is not None}
+        if stage.schedule is not None:
+            update["scheduler"] = stage.schedule
+        data = self.zero_tp.data
+        changes = {"train": stage.data, "sequence_length": stage.length}
+        steps = len(scheduled_steps(self.stages, self.timeline, stage.schedule_stage))
+        if stage.schedule is None:
+            steps = len(file_schedule_steps(self.zero_tp, self.timeline))
+        length = {"steps": steps, "stages": []}
+        block = {
+            "data": data.model_copy(update=changes),
+            "recompute": stage.recompute,
+            "training": self.zero_tp.training.model_copy(update=length),
+        }
+        return dataclasses.replace(
+            self,
+            batch=stage.batch,
+            settings=self.settings.model_copy(update=update),
+            zero_tp=self.zero_tp.model_copy(update=block),
+            _hf_config=stage_model(self._hf_config, stage.rope, index),
+            stages=(dataclasses.replace(stage, name="", ramp=None, rope={}, schedule=None),),
+            _timeline=None,
+        )
+
+    def check_stages(self) -> None:
+        """Check each stage as a run of its own.
+
+        Raises:
+            ConfigErrors: all combinations that a stage makes and that are refused.
+        """
+        collector = ErrorCollector()
+        for index in range(len(self.zero_tp.training.stages)):
+            try:
+                config = self.stage_config(index)
+                check_length(config.zero_tp, config._hf_config)
+                refuse(config.combination)
+            except ConfigError as error:
+                renamed = with_keys(error, partial(name_in_stage, index))
+                collector.errors += [one for one in renamed.errors if isinstance(one, ConfigError)]
+        collector.raise_all()
 
     @property
     def name(self) -> str:
@@ -190,7 +278,7 @@ class RunConfig:
         """
         data = self.zero_tp.data
         evaluation = self.zero_tp.evaluation
-        corpora = [*data.train, *(data.validation or {})]
+        corpora = [*self.training_corpora, *(data.validation or {})]
         named = [Path(f"{prefix}.{ending}") for prefix in corpora for ending in ("bin", "idx")]
         others = (
             self.zero_tp.tokenizer,
@@ -205,6 +293,11 @@ class RunConfig:
         ]
         named += [path for path in self.nvme_paths.values() if path is not None]
         return [path for path in named if not os.path.exists(path)]
+
+    @property
+    def training_corpora(self) -> list[str]:
+        """Return the prefixes of the corpora that the run's stages read, in their order."""
+        return list(dict.fromkeys(prefix for stage in self.stages for prefix in stage.data))
 
     @property
     def hub_names(self) -> dict[str, bool]:
@@ -246,7 +339,13 @@ class RunConfig:
     @property
     def combination(self) -> Combination:
         """Return the settings that the rules judge together."""
-        return Combination.of_run(self.settings, self.zero_tp, self._hf_config.num_hidden_layers)
+        zero_tp = self.zero_tp
+        if zero_tp.training.stages:
+            # The rules compare the file's schedule with the steps that it rules.
+            steps = len(file_schedule_steps(zero_tp, self.timeline))
+            training = zero_tp.training.model_copy(update={"steps": steps})
+            zero_tp = zero_tp.model_copy(update={"training": training})
+        return Combination.of_run(self.settings, zero_tp, self._hf_config.num_hidden_layers)
 
     def without_effect(self) -> list[str]:
         """Return a line for each setting that changes nothing in this run."""
@@ -303,16 +402,28 @@ def _required(size: int | None) -> int:
     return size
 
 
+class _CheckedKeys(NamedTuple):
+    """The parts of a file whose keys are valid by themselves.
+
+    `timeline` is None if the global batch is not known. `token_lengths`: see `pop_token_lengths`.
+    """
+
+    zero_tp: ZeroTP
+    hf_config: PreTrainedConfig
+    batch: BatchSizes
+    stages: tuple[RunStage, ...]
+    timeline: Timeline | None
+    token_lengths: dict[str, int]
+
+
 def _check_keys(
     values: dict[str, Any],
     block: Any,
     auto_keys: Sequence[str],
     world_size: int | None,
     saved: SavedStart | None,
-) -> tuple[ZeroTP, PreTrainedConfig, BatchSizes]:
+) -> _CheckedKeys:
     """Check every key by itself.
-
-    Returns the `zero_tp` block, the model's config and the batch sizes.
 
     Args:
         values: DeepSpeed's part.
@@ -323,11 +434,16 @@ def _check_keys(
     hf_config = None
     batch = None
     data = None
+    stages: tuple[RunStage, ...] = ()
+    timeline = None
+    lengths: dict[str, int] = {}
+    with collector:
+        lengths = pop_token_lengths(values)
     with collector:
         # Each block of this function adds its errors to the collector, so that one start shows all
         # wrong keys.
         # Only for its errors: the sections are made after `fill`.
-        parse_settings(values, auto_keys=auto_keys)
+        parse_settings(values, auto_keys=(*auto_keys, *token_arguments(values, lengths)))
     with collector:
         zero_tp = _check_block(block)
     if zero_tp is not None and world_size is not None:
@@ -338,6 +454,10 @@ def _check_keys(
     if not any(error.key.partition(".")[0] in BATCH_FIELDS for error in collector.errors):
         with collector:
             batch = resolve_batch(values, data)
+    if zero_tp is not None and batch is not None:
+        with collector:
+            rate = look_up(values, "optimizer.params.lr")
+            zero_tp, stages, timeline = _plan_stages(zero_tp, batch, rate)
     model = look_up(block, "model")
     from_hub = isinstance(model, dict) and is_hub_name(model.get(FROM_PRETRAINED, ""))
     if not (collector.errors and from_hub):  # with other errors, a download would be in vain
@@ -349,7 +469,33 @@ def _check_keys(
                 model_config(model)
     collector.raise_all()
     assert zero_tp is not None and hf_config is not None and batch is not None
-    return zero_tp, hf_config, batch
+    return _CheckedKeys(zero_tp, hf_config, batch, stages, timeline, lengths)
+
+
+def _plan_stages(
+    zero_tp: ZeroTP, batch: BatchSizes, rate: Any
+) -> tuple[ZeroTP, tuple[RunStage, ...], Timeline | None]:
+    """Return the block with the number of steps, its stages, and their timeline.
+
+    Args:
+        rate: `optimizer.params.lr`.
+    """
+    stages = resolve_stages(zero_tp, batch)
+    training = zero_tp.training
+    if batch.total is None:
+        for name in ("tokens", "batch_size_rampup"):
+            if getattr(training, name) is not None:
+                problem = "needs the global batch, which the number of ranks decides"
+                remedy = "give --world-size N, or train_batch_size"
+                raise ConfigError(f"zero_tp.training.{name}", problem, remedy)
+        return zero_tp, stages, None
+    timeline = make_timeline(zero_tp, stages)
+    steps = training.model_copy(update={"steps": timeline.steps, "tokens": None})
+    return (
+        zero_tp.model_copy(update={"training": steps}),
+        schedule_stages(zero_tp, stages, timeline, rate),
+        timeline,
+    )
 
 
 def _check_block(block: Any) -> ZeroTP:
@@ -358,9 +504,15 @@ def _check_block(block: Any) -> ZeroTP:
         raise ConfigError(
             "zero_tp", "required, but not given", "add the block that docs/config.md describes"
         )
-    zero_tp = validate(ZeroTP, block, "zero_tp", unresolvable_autos(block, "zero_tp"))
+    try:
+        zero_tp = validate(ZeroTP, block, "zero_tp", unresolvable_autos(block, "zero_tp"))
+    except ConfigError as error:
+        raise name_stages(error) from None
     steps = zero_tp.training.steps
     tokens = zero_tp.training.tokens
+    # Stages may have lengths of their own.
+    if (steps, tokens) == (None, None) and zero_tp.training.stages:
+        return zero_tp
     if (steps is None) == (tokens is None):
         problem = (
             "required, but not given" if steps is None else "given with zero_tp.training.tokens"
@@ -395,26 +547,6 @@ def _pin_and_check_model(
         tokenizer = pin_to_first_start(zero_tp.tokenizer, look_up(earlier, TOKENIZER_KEY))
         zero_tp = zero_tp.model_copy(update={"tokenizer": tokenizer})
     return zero_tp, hf_config
-
-
-def _fill_steps(zero_tp: ZeroTP, samples: int | None) -> ZeroTP:
-    """Replace `training.tokens` by the number of steps that train on them.
-
-    A step has `samples` samples.
-    """
-    training = zero_tp.training
-    if training.tokens is None:
-        return zero_tp
-    if samples is None:
-        problem = "needs the global batch, which the number of ranks decides"
-        raise ConfigError(
-            "zero_tp.training.tokens", problem, "give --world-size N, or train_batch_size"
-        )
-    # Rounded up: the run trains on at least so many tokens.
-    steps = math.ceil(training.tokens / (samples * zero_tp.data.sequence_length))
-    return zero_tp.model_copy(
-        update={"training": training.model_copy(update={"steps": steps, "tokens": None})}
-    )
 
 
 def check_accelerator(dtype: str, accelerator: Any) -> None:

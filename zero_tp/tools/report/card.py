@@ -52,7 +52,8 @@ def _facts(manifest: Manifest) -> dict[str, str]:
     if {"train_batch_size", "zero_tp.data.sequence_length"} <= fixed.keys():
         batch = fixed["train_batch_size"]
         length = fixed["zero_tp.data.sequence_length"]
-        trained += f" of {batch:,} × {length:,} tokens: {step * batch * length:,} tokens"
+        size = "" if manifest.tokens is not None else f" of {batch:,} × {length:,} tokens"
+        trained += f"{size}: {manifest.trained_tokens:,} tokens"
     optimizer = fixed.get("optimizer", {})
     return {
         "architecture": f"`{manifest.model['model_type']}`, {parameters:,} parameters",

@@ -1,0 +1,396 @@
+"""Resolve the stages of a run: what each trains on, and the schedule of its rate.
+
+A run without `zero_tp.training.stages` has one stage, which is the whole run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from zero_tp.base.constants import RAMP_KEY, STAGES_KEY
+from zero_tp.base.errors import ConfigError, UserError
+from zero_tp.base.settings.recompute import RecomputePolicy
+from zero_tp.base.settings.resolve import BatchSizes, fill_schedule, resolve_batch
+from zero_tp.base.settings.schedule import Schedule, check_scheduler
+from zero_tp.base.settings.schema import BatchRampUp, TrainingStage, ZeroTP
+from zero_tp.base.settings.timeline import StageSize, Timeline
+from zero_tp.base.validation import ErrorCollector, with_keys
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+MICRO_KEY = "train_micro_batch_size_per_gpu"
+
+
+def stage_key(index: int, name: str = "") -> str:
+    """Return the key of a stage, or of one of its fields, for errors."""
+    return f"{STAGES_KEY}[{index}]" + (f".{name}" if name else "")
+
+
+def name_in_stage(index: int, key: str) -> str:
+    """Return the key of a stage for a key that is wrong with the stage's settings."""
+    if key.startswith(STAGES_KEY):
+        return key
+    name = key.rpartition(".")[2] if key.startswith("zero_tp.data") else key
+    if key.startswith("zero_tp.recompute"):
+        name = key.removeprefix("zero_tp.")
+    return stage_key(index, name)
+
+
+def name_stages(error: ConfigError) -> ConfigError:
+    """Return an error whose keys count stages in brackets: `stages[1].tokens`."""
+    key = re.escape(STAGES_KEY)
+    return with_keys(error, lambda name: re.sub(rf"^{key}\.(\d+)", rf"{STAGES_KEY}[\1]", name))
+
+
+@dataclass(frozen=True)
+class RunStage:
+    """A stage of a run, with what it does not name taken from the stage before.
+
+    Attributes:
+        name: empty if the run has no stages.
+        batch: of its full batch.
+        ramp: how its batch grows. own_ramp: it counts the stage's tokens, not the run's.
+        rope: fields of the model's `rope_parameters` that differ from the file's.
+        schedule: of the rate; None: that of the file.
+        schedule_stage: index of the stage with whose first step the schedule begins.
+        lr_scale: factor of the file's rate.
+    """
+
+    name: str
+    batch: BatchSizes
+    data: dict[str, float]
+    length: int
+    recompute: RecomputePolicy
+    ramp: BatchRampUp | None = None
+    own_ramp: bool = False
+    rope: dict[str, Any] = field(default_factory=dict)
+    schedule: Schedule | None = None
+    schedule_stage: int = 0
+    lr_scale: float = 1.0
+
+    @classmethod
+    def whole_run(cls, zero_tp: ZeroTP, batch: BatchSizes) -> RunStage:
+        """Return the stage of a run without stages."""
+        data = zero_tp.data
+        ramp = zero_tp.training.batch_size_rampup
+        policy = zero_tp.recompute_policy
+        return cls("", batch, dict(data.train), data.sequence_length, policy, ramp)
+
+    def follow(self, index: int, written: TrainingStage) -> RunStage:
+        """Return the stage after this one, which has number `index`."""
+        ramp = written.batch_size_rampup
+        recompute = written.recompute
+        changes: dict[str, Any] = {
+            "name": written.name,
+            "data": None if written.data is None else dict(written.data),
+            "length": written.sequence_length,
+            "recompute": (
+                RecomputePolicy(mode=recompute) if isinstance(recompute, str) else recompute
+            ),
+            "lr_scale": written.lr_scale,
+            "rope": merge_rope(self.rope, {} if written.rope is None else written.rope),
+            "schedule_stage": None if written.scheduler is None else index,
+        }
+        changes = {name: value for name, value in changes.items() if value is not None}
+        # A ramp of the run goes on; that of an earlier stage has counted that stage's tokens.
+        changes |= {"ramp": None if self.own_ramp else self.ramp, "own_ramp": False}
+        if ramp is not None:
+            changes |= {"ramp": ramp, "own_ramp": True}
+        following = replace(self, **changes)
+        return replace(following, batch=_batch(self.batch, following.length, written))
+
+    @property
+    def size(self) -> StageSize:
+        """Return the size of its steps, without its length."""
+        assert self.batch.total is not None
+        return StageSize(self.batch.total, self.length, ramp=self.ramp, own_ramp=self.own_ramp)
+
+    def accumulation(self, samples: int) -> int:
+        """Return the forwards of a step of `samples` samples on one replica."""
+        assert self.batch.micro is not None and self.batch.data_parallel is not None
+        return samples // (self.batch.micro * self.batch.data_parallel)
+
+
+def _batch(before: BatchSizes, length: int, written: TrainingStage) -> BatchSizes:
+    """Return the batch sizes of a stage of samples of `length` tokens."""
+    total = written.train_batch_size or before.total
+    if written.batch_tokens is not None:
+        total, rest = divmod(written.batch_tokens, length)
+        if rest or not total:
+            problem = f"{written.batch_tokens} tokens ≠ samples of {length} tokens"
+            raise ConfigError("batch_tokens", problem, f"use a multiple of {length}")
+    micro = getattr(written, MICRO_KEY) or before.micro
+    try:
+        sizes = {"train_batch_size": total, MICRO_KEY: micro}
+        return resolve_batch(sizes, before.data_parallel)
+    except ConfigError as error:
+        key = "batch_tokens" if written.batch_tokens is not None else "train_batch_size"
+        raise ConfigError(key, error.problem, error.remedy) from None
+
+
+def merge_rope(before: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return `rope_parameters` with changed fields, which may be nested by type of layer."""
+    merged = dict(before)
+    for name, value in changes.items():
+        old = merged.get(name)
+        if isinstance(value, dict) and isinstance(old, dict):
+            merged[name] = merge_rope(old, value)
+        else:
+            merged[name] = value
+    return merged
+
+
+def fixed_stages(
+    stages: Sequence[RunStage], timeline: Timeline, names: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Return what no resume may change of each stage that has been trained, by its key.
+
+    Args:
+        names: of corpora that have moved: the prefix now → the one before.
+    """
+    return {
+        stage_key(index): {
+            "name": stage.name,
+            "first_step": timeline.first_steps[index],
+            "steps": len(timeline.stage_steps(index)),
+            "data": [[names.get(prefix, prefix), share] for prefix, share in stage.data.items()],
+            "sequence_length": stage.length,
+            "train_batch_size": stage.batch.total,
+            "batch_size_rampup": (
+                stage.ramp.model_dump() if stage.ramp is not None and stage.own_ramp else None
+            ),
+            "rope": stage.rope,
+            "scheduler": None if stage.schedule is None else stage.schedule.written(),
+            "lr_scale": stage.lr_scale,
+        }
+        for index, stage in enumerate(stages)
+        if stage.name
+    }
+
+
+def resolve_stages(zero_tp: ZeroTP, batch: BatchSizes) -> tuple[RunStage, ...]:
+    """Return the stages of a run, at least one, without their schedules.
+
+    Raises:
+        ConfigErrors: all batches that do not fit, with their stages' keys.
+    """
+    whole = RunStage.whole_run(zero_tp, batch)
+    written = zero_tp.training.stages
+    if not written:
+        return (whole,)
+    if batch.total is None:
+        problem = "need the global batch, which the number of ranks decides"
+        raise ConfigError(STAGES_KEY, problem, "give --world-size N, or train_batch_size")
+    collector = ErrorCollector()
+    names = [stage.name for stage in written]
+    stages: list[RunStage] = []
+    previous = whole
+    for index, stage in enumerate(written):
+        with collector:
+            if names.index(stage.name) != index:
+                problem = f'"{stage.name}" is the name of {stage_key(names.index(stage.name))}, too'
+                raise ConfigError(stage_key(index, "name"), problem, "give each its own")
+        try:
+            previous = previous.follow(index, stage)
+        except ConfigError as error:
+            # The later stages keep the sizes before it, so that each error is told once.
+            collector.errors.append(
+                ConfigError(stage_key(index, error.key), error.problem, error.remedy)
+            )
+        stages.append(previous)
+    collector.raise_all()
+    return tuple(stages)
+
+
+def make_timeline(zero_tp: ZeroTP, stages: Sequence[RunStage]) -> Timeline:
+    """Return the steps of a run, whose global batch is known.
+
+    Raises:
+        ConfigError: the lengths of the stages do not add up, or a ramp does not fit.
+    """
+    training = zero_tp.training
+    written = training.stages
+    if not written:
+        size = replace(stages[0].size, steps=training.steps, tokens=training.tokens)
+        timeline = Timeline([size])
+    else:
+        _check_ends(zero_tp)
+        timeline = Timeline(
+            [
+                replace(
+                    stage.size,
+                    **{name: getattr(lengths, name) for name in ("steps", "tokens", "until")},
+                    continues=index > 0
+                    and (stage.data, stage.length)
+                    == (stages[index - 1].data, stages[index - 1].length),
+                )
+                for index, (stage, lengths) in enumerate(zip(stages, written, strict=True))
+            ],
+            training.steps,
+            training.tokens,
+        )
+        _check_sums(zero_tp, timeline)
+    for index, stage in enumerate(stages):
+        _check_ramp(index, stage, timeline)
+    return timeline
+
+
+def _check_ends(zero_tp: ZeroTP) -> None:
+    """Check that shares of the run rise, up to 1.0 for the last stage."""
+    training = zero_tp.training
+    shares = [
+        (i, stage.until) for i, stage in enumerate(training.stages) if stage.until is not None
+    ]
+    if not shares:
+        return
+    first = stage_key(shares[0][0], "until")
+    if (training.steps, training.tokens) == (None, None):
+        problem = "a share of a length that is not given"
+        raise ConfigError(first, problem, "give zero_tp.training.tokens or zero_tp.training.steps")
+    before = 0.0
+    for index, until in shares:
+        assert until is not None
+        if until <= before:
+            problem = f"{until:g} is not above the {before:g} before it"
+            raise ConfigError(stage_key(index, "until"), problem, "let the shares rise")
+        before = until
+    last = len(training.stages) - 1
+    if training.stages[last].until != 1:
+        key = stage_key(last, "until")
+        raise ConfigError(key, "is not 1.0: the last stage ends with the run", "set it to 1.0")
+
+
+def _check_sums(zero_tp: ZeroTP, timeline: Timeline) -> None:
+    """Check that each stage has a step, and that they add up to the length of the run."""
+    training = zero_tp.training
+    for index in range(len(training.stages)):
+        if not timeline.stage_steps(index):
+            problem = "has no step: the stages before it reach its end"
+            raise ConfigError(stage_key(index), problem, "let it end later, or leave it out")
+    if training.steps is not None and timeline.steps != training.steps:
+        problem = f"{training.steps}, but its stages have {timeline.steps} steps"
+        raise ConfigError("zero_tp.training.steps", problem, "leave it out, or make them equal")
+    # The last of stages with shares ends with the run.
+    if training.tokens is None or any(stage.until is not None for stage in training.stages):
+        return
+    tokens = sum(
+        stage.tokens or timeline.stage_tokens(index) for index, stage in enumerate(training.stages)
+    )
+    if training.tokens != tokens:
+        problem = f"{training.tokens}, but its stages have {tokens} tokens"
+        raise ConfigError("zero_tp.training.tokens", problem, "leave it out, or make them equal")
+
+
+def _check_ramp(index: int, stage: RunStage, timeline: Timeline) -> None:
+    """Check that the batches of a ramp that the stage sees are whole micro-batches."""
+    ramp = stage.ramp
+    total = stage.batch.total
+    if ramp is None or total is None:
+        return
+    start = timeline.at(timeline.first_steps[index]).tokens_before
+    if not stage.own_ramp and start >= ramp.tokens:
+        return
+    key = stage_key(index, "batch_size_rampup") if stage.own_ramp else RAMP_KEY
+    if ramp.start >= total:
+        problem = f"{ramp.start} samples, but the full batch has {total}"
+        raise ConfigError(f"{key}.start", problem, "start with fewer")
+    if (total - ramp.start) % ramp.increment:
+        problem = f"{ramp.start} + n × {ramp.increment} is never the full batch of {total} samples"
+        raise ConfigError(f"{key}.increment", problem, f"use a divisor of {total - ramp.start}")
+    if stage.batch.micro is None or stage.batch.data_parallel is None:
+        return
+    unit = stage.batch.micro * stage.batch.data_parallel
+    for name in ("start", "increment"):
+        if (value := getattr(ramp, name)) % unit:
+            parts = f"micro {stage.batch.micro} × data {stage.batch.data_parallel}"
+            problem = f"{value} samples ≠ n × {parts}"
+            raise ConfigError(f"{key}.{name}", problem, f"use a multiple of {unit}")
+
+
+def scheduled_steps(stages: Sequence[RunStage], timeline: Timeline, index: int) -> range:
+    """Return the steps that a schedule rules which begins with stage `index`."""
+    last = max((i for i, one in enumerate(stages) if one.schedule_stage == index), default=index)
+    return range(timeline.first_steps[index], timeline.first_steps[last + 1])
+
+
+def file_schedule_steps(zero_tp: ZeroTP, timeline: Timeline) -> range:
+    """Return the steps that the file's own schedule rules: up to the first stage with another."""
+    others = (i for i, one in enumerate(zero_tp.training.stages) if one.scheduler is not None)
+    first = next(others, -1)
+    # The first stage's schedule replaces the file's; its "auto" then has no meaning.
+    return range(1, timeline.first_steps[first if first > 0 else -1])
+
+
+def schedule_stages(
+    zero_tp: ZeroTP, stages: tuple[RunStage, ...], timeline: Timeline, rate: Any
+) -> tuple[RunStage, ...]:
+    """Return the stages with their schedules, of which "auto" and tokens are filled in.
+
+    Args:
+        rate: `optimizer.params.lr`.
+
+    Raises:
+        ConfigErrors: all wrong keys of the stages' `scheduler` blocks.
+    """
+    collector = ErrorCollector()
+    schedules: dict[int, Schedule] = {}
+    for index, written in enumerate(zero_tp.training.stages):
+        if written.scheduler is None:
+            continue
+        try:
+            steps = scheduled_steps(stages, timeline, index)
+            block = fill_schedule(written.scheduler, timeline, steps, rate)
+            schedules[index] = check_scheduler({"scheduler": block})
+        except ConfigError as error:
+            renamed = with_keys(error, lambda name, index=index: stage_key(index, name))  # type: ignore[misc]
+            collector.errors += [one for one in renamed.errors if isinstance(one, ConfigError)]
+    collector.raise_all()
+    return tuple(replace(stage, schedule=schedules.get(stage.schedule_stage)) for stage in stages)
+
+
+def with_stage_lengths(zero_tp: ZeroTP, stages: Sequence[RunStage], timeline: Timeline) -> ZeroTP:
+    """Return the block with all lengths in steps, and the stages' schedules filled in."""
+    training = zero_tp.training
+    written = []
+    for index, (stage, one) in enumerate(zip(stages, training.stages, strict=False)):
+        own = None if one.scheduler is None else stage.schedule
+        lengths = {"steps": len(timeline.stage_steps(index)), "tokens": None, "until": None}
+        schedule = {"scheduler": None if own is None else own.written()}
+        written.append(one.model_copy(update=lengths | schedule))
+    update = {"steps": timeline.steps, "tokens": None, "stages": written}
+    return zero_tp.model_copy(update={"training": training.model_copy(update=update)})
+
+
+def stage_model(config: PreTrainedConfig, rope: dict[str, Any], index: int) -> PreTrainedConfig:
+    """Return the model's config with a stage's `rope_parameters`.
+
+    Raises:
+        ConfigError: the model does not rotate, or a field is wrong.
+    """
+    import copy
+
+    from zero_tp.model.architectures import architecture_of
+    from zero_tp.model.architectures.rotary import check_rope_values
+
+    if not rope:
+        return config
+    changed = copy.deepcopy(config)
+    key = stage_key(index, "rope")
+    before: dict[str, Any] | None = getattr(config, "rope_parameters", None)
+    if not before:
+        raise ConfigError(key, f"a {config.model_type} does not rotate", "leave it out")
+    changed.rope_parameters = merge_rope(before, rope)
+    try:
+        check_rope_values(changed.rope_parameters)
+        architecture_of(changed).spec(changed)
+    except ConfigError as error:
+        raise with_keys(
+            error, lambda name: name.replace("zero_tp.model.rope_parameters", key)
+        ) from None
+    except UserError as error:
+        raise ConfigError(key, str(error), "use other values") from None
+    return changed
