@@ -1,0 +1,112 @@
+"""A run of several stages is one of transformers, whatever is stopped in its middle and wherever it
+goes on; its samples are those that docs/recipes.md says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.pools import Pools
+from tests.support.staged_runs import (
+    FIRST_STEPS,
+    plain_figures,
+    run_stages,
+    samples_as_documented,
+    write_staged,
+)
+from tests.tiers import in_tiers
+
+LAST = FIRST_STEPS[-1] - 1
+MIDDLES = (3, 6, 10, 14)
+"""Steps before which the run is stopped: while the batch grows, and in the middle of stages."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_staged(tmp_path_factory.mktemp("stages"))
+
+
+@pytest.fixture(scope="module")
+def unstopped(config: Path, ranks: Pools) -> list[Any]:
+    return ranks(2).run(run_stages, str(config), [], str(config.parent / "unstopped"), LAST)
+
+
+def assert_same(figures: Mapping[int, Any], expected: Mapping[int, Any], tolerance: float) -> None:
+    for step, found in figures.items():
+        assert found == pytest.approx(expected[step], rel=tolerance, abs=tolerance), step
+
+
+def test_a_run_of_stages_is_that_of_transformers(config: Path, unstopped: list[Any]) -> None:
+    plain = plain_figures(config)
+    assert_same(unstopped[0]["figures"], plain["figures"], 1e-5)
+    for name, weight in unstopped[0]["weights"].items():
+        torch.testing.assert_close(weight, plain["weights"][name].data, rtol=1e-4, atol=1e-5)
+    assert unstopped[0]["rope"]["rope_theta"] == 300.0
+
+
+def test_each_step_reads_the_samples_that_the_documentation_says(
+    config: Path, unstopped: list[Any]
+) -> None:
+    raw = json.loads(config.read_text())
+    steps = [*samples_as_documented(raw, str(config.parent / "a"))]
+    assert len(steps) == LAST
+    for step, rows in enumerate(steps, 1):
+        # Micro-batch i of all ranks comes before micro-batch i + 1.
+        micro = zip(*(rank["samples"][step] for rank in unstopped), strict=True)
+        read = torch.cat([row for batches in micro for row in batches])
+        assert torch.equal(read, rows[:, :-1]), step
+
+
+def test_a_run_stopped_in_each_stage_is_the_unstopped_one_bit_for_bit(
+    config: Path, unstopped: list[Any], ranks: Pools, tmp_path: Path
+) -> None:
+    run = str(tmp_path / "run")
+    figures: dict[int, Any] = {}
+    before = None
+    for last in (*MIDDLES, LAST):
+        done = ranks(2).run(run_stages, str(config), [], run, last, before)
+        figures |= done[0]["figures"]
+        before = last
+    assert figures == unstopped[0]["figures"]
+    for name, weight in done[0]["weights"].items():
+        assert torch.equal(weight, unstopped[0]["weights"][name]), name
+
+
+MOVED = {
+    "TP 2, ZeRO-3": ["zero_tp.parallel.tensor=2", "zero_optimization.stage=3"],
+    "TP 2, another micro-batch": [
+        "zero_tp.parallel.tensor=2",
+        "train_micro_batch_size_per_gpu=4",
+    ],
+    "ZeRO-2, offloaded": [
+        "zero_optimization.stage=2",
+        'zero_optimization.offload_optimizer={"device": "cpu"}',
+    ],
+    "ZeRO-0": ["zero_optimization.stage=0"],
+    "ZeRO-3, offloaded": [
+        "zero_optimization.stage=3",
+        'zero_optimization.offload_optimizer={"device": "cpu"}',
+    ],
+}
+
+
+@pytest.mark.parametrize("moved", in_tiers([*MOVED], ["TP 2, ZeRO-3"]))
+def test_a_run_goes_on_elsewhere(
+    moved: str, config: Path, unstopped: list[Any], ranks: Pools, tmp_path: Path
+) -> None:
+    """Every second part of the run is trained elsewhere."""
+    run = str(tmp_path / "run")
+    figures: dict[int, Any] = {}
+    before = None
+    for index, last in enumerate((*MIDDLES, LAST)):
+        overrides = MOVED[moved] if index % 2 else []
+        done = ranks(2).run(run_stages, str(config), overrides, run, last, before)
+        figures |= done[0]["figures"]
+        before = last
+    assert_same(figures, unstopped[0]["figures"], 1e-5)
