@@ -162,6 +162,7 @@ def describe(
     lines = [
         ("config", f"{config.path} is valid{missing}"),
         *_settings(config, model.num_parameters),
+        *(_stages(config, inputs) if config.has_timeline else ()),
         *_model_states(config, model),
         ("weights", _initial_weights(config, directory, parent)),
         *_corpora(config, inputs),
@@ -220,11 +221,61 @@ def _settings(config: RunConfig, parameters: int) -> Lines:
     yield "optimizer", f"{optimizer.type}, lr {rate:g}, clip {clip:g}"
     yield from _parameter_groups(config)
     yield "schedule", _schedule(config)
-    tokens, total = (
-        "?" if batch.total is None else f"{batch.total * length * number:,}"
-        for number in (1, steps)
-    )
-    yield "steps", f"{steps:,} of {tokens} tokens (sequence length {length:,}): {total} tokens"
+    each = "?" if batch.total is None else f"{batch.total * length:,}"
+    total = f"{config.timeline.tokens:,}" if config.has_timeline else "?"
+    if block.training.stages:
+        yield "steps", f"{steps:,} of {len(config.stages)} stages: {total} tokens"
+    else:
+        yield "steps", f"{steps:,} of {each} tokens (sequence length {length:,}): {total} tokens"
+    ramp = block.training.batch_size_rampup
+    if ramp is not None:
+        yield (
+            "ramp",
+            f"from {ramp.start:,} samples by {ramp.increment:,} over {ramp.tokens:,} tokens",
+        )
+
+
+def _stages(config: RunConfig, inputs: RunInputs | None) -> Lines:
+    """Describe what each stage trains on, and its rates at its first and last step."""
+    from zero_tp.engine.zero.lr_schedules import rates
+
+    optimizer = config.settings.optimizer
+    assert optimizer is not None, "a run's config has one"
+    timeline = config.timeline
+    head = ("stage", "steps", "tokens", "length", "batch", "lr", "corpora: tokens, epochs")
+    table = [head]
+    for index, stage in enumerate(config.stages if config.zero_tp.training.stages else ()):
+        steps = timeline.stage_steps(index)
+        origin = timeline.first_steps[stage.schedule_stage] if stage.schedule is not None else 1
+        own_steps = [step - origin + 1 for step in (steps[0], steps[-1])]
+        schedule = stage.schedule or config.settings.scheduler
+        points = rates(schedule, optimizer.params.lr, own_steps)
+        tokens = timeline.stage_tokens(index)
+        shares = sum(stage.data.values())
+        corpora = [
+            f"{prefix}: {round(tokens * weight / shares):,}"
+            + ("" if inputs is None else f", {inputs.epochs(prefix, [index]):.3g}")
+            for prefix, weight in stage.data.items()
+        ]
+        first = timeline.at(steps[0]).samples
+        grown = timeline.at(steps[-1]).samples
+        table.append(
+            (
+                stage.name,
+                f"{steps[0]:,}-{steps[-1]:,}",
+                f"{tokens:,}",
+                f"{stage.length:,}",
+                f"{first:,}" if first == grown else f"{first:,}-{grown:,}",
+                " → ".join(f"{stage.lr_scale * rate:.3g}" for rate in points),
+                "; ".join(corpora),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table if len(table) > 1 else ():
+        cells = (text.ljust(width) for text, width in zip(row, widths, strict=True))
+        yield "", "  ".join(cells).rstrip()
+    if len(table) > 1 and config.zero_tp.data.validation:
+        yield "", f"validation has samples of {config.zero_tp.data.sequence_length:,} in all stages"
 
 
 def _parameter_groups(config: RunConfig) -> Lines:
@@ -247,6 +298,8 @@ def _schedule(config: RunConfig) -> str:
     schedule = config.settings.scheduler
     optimizer = config.settings.optimizer
     steps = config.zero_tp.training.steps
+    if config.zero_tp.training.stages:
+        steps = len(file_schedule_steps(config.zero_tp, config.timeline))
     if schedule is None or optimizer is None:
         return "none: constant rate"
     from zero_tp.base.settings.schedule import WARMUPS
@@ -299,15 +352,11 @@ def _corpora(config: RunConfig, inputs: RunInputs | None) -> Lines:
     """Describe each corpus and its number of epochs."""
     if inputs is None:
         return
-    samples = inputs.samples
-    weights = config.zero_tp.data.train
-    batch = config.batch
-    for corpus, windows, weight in zip(
-        samples.corpora, samples.windows, weights.values(), strict=True
-    ):
-        run = (batch.total or 0) * config.zero_tp.training.steps * weight / sum(weights.values())
-        epochs = f"{run / windows:.3g}" if batch.total else "?"
-        yield "data", f"{corpus.prefix}: {corpus.tokens:,} tokens, {epochs} epochs"
+    every = range(len(config.stages))
+    corpora = {one.prefix: one for samples in inputs.sequences for one in samples.corpora}
+    for prefix, corpus in corpora.items():
+        epochs = f"{inputs.epochs(prefix, every):.3g}" if config.has_timeline else "?"
+        yield "data", f"{prefix}: {corpus.tokens:,} tokens, {epochs} epochs"
     for corpus in inputs.validation.corpora if inputs.validation else ():
         yield "validation", f"{corpus.prefix}: {corpus.tokens:,} tokens"
 

@@ -115,6 +115,12 @@ def main(options: argparse.Namespace) -> None:
 
     config = RunConfig.load(options.file, options.set, options.world_size)
     device = named_device(options.device, options.world_size)
+    training = config.zero_tp.training
+    if options.search and (training.stages or training.batch_size_rampup is not None):
+        raise UserError(
+            "--search: looks for the settings of a run whose steps are all alike; leave out "
+            "zero_tp.training.stages and batch_size_rampup"
+        )
     imbalance = options.expert_imbalance
     if imbalance != 1 and config.zero_tp.parallel.expert == 1 and not options.search:
         raise UserError(

@@ -4,7 +4,7 @@ states (zero.py). `PaperMemory` is the papers' account, for comparison alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -260,6 +260,29 @@ class RankMemory:
             "transients": transients,
         }
         return Point(phase, position, sizes, states.host + self.activation_checkpoint_bytes[1])
+
+
+def largest_stage(
+    config: RunConfig, peak_of: Callable[[RunConfig], float]
+) -> tuple[RunConfig, str]:
+    """Return the config of the stage of a run that needs the most memory, and its name.
+
+    Args:
+        peak_of: returns the peak memory of a config's rank [bytes].
+    """
+    if not config.zero_tp.training.stages:
+        return config, ""
+    configs = [config.stage_config(index) for index in range(len(config.stages))]
+    sizes: dict[tuple[Any, ...], float] = {}
+    peaks = []
+    for stage, one in zip(config.stages, configs, strict=True):
+        # Stages differ in data and rates, too, which take no memory.
+        key = (stage.batch, stage.length, stage.recompute)
+        if key not in sizes:
+            sizes[key] = peak_of(one)
+        peaks.append(sizes[key])
+    largest = peaks.index(max(peaks))
+    return configs[largest], config.stages[largest].name
 
 
 def rank_memory(

@@ -20,6 +20,7 @@ from zero_tp.tools.planning.memory import (
     PaperMemory,
     Point,
     RankMemory,
+    largest_stage,
     rank_memory,
     run_model_size,
 )
@@ -182,10 +183,13 @@ class Plan(Estimate):
 
     Attributes:
         token_budget: tokens of the whole run; None: those of the config's steps.
+        stage: name of the planned stage, the one that needs the most memory; empty if the run has
+            none. The time of the run is as if all its tokens had the speed of this stage.
     """
 
     config: RunConfig
     token_budget: int | None = None
+    stage: str = ""
 
     @property
     def run_tokens(self) -> int:
@@ -333,9 +337,19 @@ def plan(
         UserError: the device can't compute in the run's dtype.
     """
     matrix_flops(device, config.dtype)  # refuses before the dry run
+    if tokens is None and (config.zero_tp.training.stages or config.stages[0].ramp is not None):
+        tokens = config.timeline.tokens
     model = run_model_size(config)
-    workload = workload_of(
-        config, cpu=device.is_cpu, varlen=device.varlen, expert_imbalance=expert_imbalance
-    )
-    memory = rank_memory(config, cpu=device.is_cpu, model=model, workload=workload)
-    return Plan(device, model, workload, memory, config, tokens)
+
+    def workload_in(stage: RunConfig) -> Workload:
+        cpu, varlen = device.is_cpu, device.varlen
+        return workload_of(stage, cpu=cpu, varlen=varlen, expert_imbalance=expert_imbalance)
+
+    def memory_in(stage: RunConfig) -> RankMemory:
+        workload = workload_in(stage)
+        return rank_memory(stage, cpu=device.is_cpu, model=model, workload=workload)
+
+    config, stage = largest_stage(config, lambda one: memory_in(one).peak.total)
+    workload = workload_in(config)
+    memory = memory_in(config)
+    return Plan(device, model, workload, memory, config, tokens, stage)

@@ -65,6 +65,7 @@ def heading_lines(plan: Plan) -> list[str]:
         f"{config.global_batch} × {block.data.sequence_length} tokens a step = micro "
         f"{config.micro_batch} × "
         f"accumulation {config.accumulation} × data {config.data_parallel}",
+        *([f"stage {plan.stage}, which needs the most memory"] if plan.stage else []),
         *(["NVMe is counted as host memory"] if config.nvme_paths else []),
         *([GUARD_NOTE] if block.training.guard_gradients else []),
     ]

@@ -94,11 +94,8 @@ def draw_runs(runs: list[Run], against: str) -> Any:
     rows = -(-len(shown) // 2)
     figure = new_figure(11.0, 2.9 * rows + 0.3 + 0.25 * several * -(-len(runs) // LEGEND_COLUMNS))
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
-    x_scales = [
-        float(run.tokens_per_step or math.nan) if against == "tokens" else 1.0 for run in runs
-    ]
-    ends = [run.last_step * x_scale for run, x_scale in zip(runs, x_scales, strict=True)]
-    starts = [run.first_step * x_scale for run, x_scale in zip(runs, x_scales, strict=True)]
+    ends = [_x_of(run, run.last_step, against) for run in runs]
+    starts = [_x_of(run, run.first_step, against) for run in runs]
     # On a linear axis a run of a fifth of the length or less would be a short piece at the left
     # edge.
     logarithmic = max(ends) > 5 * min(ends) and min(starts) > 0
@@ -109,7 +106,8 @@ def draw_runs(runs: list[Run], against: str) -> Any:
     )
     for number, (title, labels) in enumerate(shown.items()):
         axes = style_axes(figure.add_subplot(rows, 2, number + 1), title)
-        values = _draw_panel(axes, runs, x_scales, labels)
+        values = _draw_panel(axes, runs, against, labels)
+        _mark_stages(axes, runs, against, named=number == 0)
         if title in LOGARITHMIC and max(values) > 0:
             axes.set_yscale("log")
             _label_plainly(axes.yaxis)
@@ -131,6 +129,31 @@ def draw_runs(runs: list[Run], against: str) -> Any:
             handles=lines, loc="outside upper left", ncols=LEGEND_COLUMNS, fontsize=8, frameon=False
         )
     return figure
+
+
+def _x_of(run: Run, step: int, against: str) -> float:
+    return run.tokens(step) if against == "tokens" else float(step)
+
+
+def _mark_stages(axes: Any, runs: list[Run], against: str, *, named: bool) -> None:
+    """Draw a line where a stage of a run has begun, with its name in the first panel."""
+    for number, run in enumerate(runs):
+        colour = _line_style(number)["color"] if len(runs) > 1 else "#000000"
+        for step, name in run.stage_starts.items():
+            if step > run.last_step:
+                continue
+            # Between the last step before and the first of the stage.
+            x = _x_of(run, step - 1, against)
+            axes.axvline(x, color=colour, alpha=0.45, linewidth=0.8, linestyle=":")
+            if named and len(runs) == 1:
+                axes.annotate(
+                    f" {name}",
+                    (x, 1.0),
+                    xycoords=("data", "axes fraction"),
+                    va="top",
+                    fontsize=7,
+                    parse_math=False,
+                )
 
 
 def _label_plainly(axis: Any) -> None:
@@ -187,9 +210,7 @@ def _curves(runs: list[Run], labels: dict[str, str]) -> Iterator[Curve]:
             yield Curve(number, index, name, label, list(run.series[name]), values, line)
 
 
-def _draw_panel(
-    axes: Any, runs: list[Run], x_scales: list[float], labels: dict[str, str]
-) -> list[float]:
+def _draw_panel(axes: Any, runs: list[Run], against: str, labels: dict[str, str]) -> list[float]:
     """Draw the curves of a panel and return all finite values.
 
     Of one run each series has a colour, of several runs each run.
@@ -203,7 +224,7 @@ def _draw_panel(
         # With several runs the colour names the run, so a panel's second series needs another line.
         if several and curve.index:
             style |= {"linestyle": "-."}
-        xs = [x_scales[curve.run] * step for step in curve.steps]
+        xs = [_x_of(runs[curve.run], step, against) for step in curve.steps]
         finite += filter(math.isfinite, curve.values)
         if curve.is_smoothed and len(runs) <= MAX_RAW_CURVES:
             axes.plot(xs, curve.values, alpha=0.3, linewidth=0.8, **style)

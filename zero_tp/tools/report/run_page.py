@@ -43,14 +43,14 @@ def write_report(
     # Runs with other batches see another number of tokens in a step; against steps the larger batch
     # would look better than it is.
     sizes = {run.tokens_per_step for run in runs}
-    if against == "tokens" and None in sizes:
-        without = next(run for run in runs if run.tokens_per_step is None)
+    without = next((run for run in runs if not run.has_tokens), None)
+    if against == "tokens" and without is not None:
         raise UserError(
             f"{without.directory / CONFIG}: has no batch size or sequence length; draw against step"
         )
-    figure = draw_runs(
-        runs, against or ("tokens" if len(sizes) > 1 and None not in sizes else "step")
-    )
+    # None: the steps of one run are not alike.
+    differ = len(runs) > 1 and (len(sizes) > 1 or None in sizes)
+    figure = draw_runs(runs, against or ("tokens" if differ and without is None else "step"))
     names = ["", *(run.name for run in runs)]
     parts = [
         page.svg(figure),
@@ -92,7 +92,7 @@ def _key_numbers(runs: list[Run]) -> list[tuple[str, ...]]:
         ("step", *steps),
         (
             "tokens",
-            *(f"{run.last_step * size:,}" if (size := run.tokens_per_step) else "" for run in runs),
+            *(f"{run.tokens(run.last_step):,.0f}" if run.has_tokens else "" for run in runs),
         ),
         row("training loss, mean of the last 50 lines", "loss", _mean_of_last_50),
         row("validation loss, last", f"{VALIDATION}loss", _last("{:.4f}")),

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from zero_tp.base.errors import UserError
 from zero_tp.base.files import open_regular
 from zero_tp.base.settings.resolve import leaves, look_up
@@ -17,6 +19,7 @@ from zero_tp.run.checkpoint.run_directory import CONFIG
 from zero_tp.run.metrics_file import METRICS_FILE, read_line
 
 VALIDATION = "validation_"
+TOKENS = "consumed_tokens"
 Series = dict[int, float]
 """Step → value, ascending; nan for a value that was not finite."""
 
@@ -47,9 +50,44 @@ class Run:
 
     @property
     def tokens_per_step(self) -> int | None:
+        """Return the tokens of each step; None if they differ, or are unknown."""
+        training = look_up(self.config, "zero_tp.training")
+        if look_up(training, "stages") or look_up(training, "batch_size_rampup"):
+            return None
         length = self.integer("zero_tp.data.sequence_length")
         batch = self.integer("train_batch_size")
         return (length or 0) * (batch or 0) or None  # an edited config may hold 0
+
+    @property
+    def has_tokens(self) -> bool:
+        """Return whether the tokens of its steps are known."""
+        return bool(self.finite(TOKENS)) or self.tokens_per_step is not None
+
+    def tokens(self, step: float) -> float:
+        """Return the tokens that the run has consumed after a step; nan if they are unknown.
+
+        A run without stages has equally many in each step. Else they are logged, and between two
+        lines of the log they grow evenly.
+        """
+        logged = self.finite(TOKENS)
+        if not logged:
+            return step * float(self.tokens_per_step or math.nan)
+        return float(np.interp(step, [0, *logged], [0, *logged.values()]))
+
+    @property
+    def stage_starts(self) -> dict[int, str]:
+        """Return the first step of each stage after the first, and the stage's name."""
+        starts: dict[int, str] = {}
+        step = 1
+        written = look_up(self.config, "zero_tp.training.stages")
+        for stage in written if isinstance(written, list) else ():
+            name, steps = (look_up(stage, key) for key in ("name", "steps"))
+            if type(steps) is not int or not isinstance(name, str):
+                return {}  # an edited config
+            if step > 1:
+                starts[step] = name
+            step += steps
+        return starts
 
     def integer(self, key: str) -> int | None:
         """Return an integer of the config; None if the key is missing or holds something else."""
