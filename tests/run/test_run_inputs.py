@@ -64,7 +64,7 @@ def run_of(folder: Path, model: Mapping[str, Any] = GPT2, **data: Any) -> RunInp
 
 def saved_of(run: RunInputs, **others: Any) -> Any:
     """Return what a start reads of the manifest of a run's checkpoint."""
-    recorded = {"corpora": run.corpora, "tokenizer_fingerprint": None}
+    recorded = {"corpora": run.corpora, "tokenizer_fingerprint": None, "step": 1}
     return SimpleNamespace(**json.loads(json.dumps(recorded | others)))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.pools import Pools
+from tests.support.pools import Pools, RankError
 from tests.support.staged_runs import (
     FIRST_STEPS,
     plain_figures,
@@ -110,3 +110,56 @@ def test_a_run_goes_on_elsewhere(
         figures |= done[0]["figures"]
         before = last
     assert_same(figures, unstopped[0]["figures"], 1e-5)
+
+
+def test_a_ramp_of_the_whole_run_equals_that_of_its_only_stage(
+    config: Path, ranks: Pools, tmp_path: Path
+) -> None:
+    ramp = {"start": 4, "increment": 4, "tokens": 400}
+    alone: dict[str, Any] = json.loads(config.read_text())
+    alone["zero_tp"]["training"] = {"steps": 7, "seed": 11, "batch_size_rampup": ramp}
+    alone["scheduler"]["params"] = {"warmup_tokens": 300, "decay_tokens": 300} | {
+        "num_training_steps": "auto"
+    }
+    paths = [tmp_path / f"{name}.json" for name in ("alone", "staged")]
+    paths[0].write_text(json.dumps(alone))
+    stages = {"stages": [{"name": "all", "steps": 7, "batch_size_rampup": ramp}]}
+    alone["zero_tp"]["training"] = {"seed": 11, **stages}
+    paths[1].write_text(json.dumps(alone))
+    figures = [
+        ranks(2).run(run_stages, str(path), [], str(path.with_suffix("")), 7)[0]["figures"]
+        for path in paths
+    ]
+    assert figures[0] == figures[1]
+
+
+def test_a_stage_is_appended_and_a_trained_one_stays(
+    config: Path, unstopped: list[Any], ranks: Pools, tmp_path: Path
+) -> None:
+    raw = json.loads(config.read_text())
+    run, path = str(tmp_path / "run"), tmp_path / "run.json"
+    stages = raw["zero_tp"]["training"]["stages"]
+
+    def go_on(written: list[Any], last: int, before: int | None) -> Any:
+        raw["zero_tp"]["training"]["stages"] = written
+        path.write_text(json.dumps(raw))
+        return ranks(2).run(run_stages, str(path), [], run, last, before)[0]["figures"]
+
+    # Without what comes later, the file's schedule is as long: `long` brings its own.
+    figures = go_on(stages[:2], 10, None)
+    figures |= go_on(stages, LAST, 10)
+    assert figures == unstopped[0]["figures"]
+    changes: list[tuple[str, Any]] = [
+        (r"stages\[1\].steps: 8", {"sequence_length": 8}),
+        (r"stages\[1\].lr_scale: 1.0", {"lr_scale": 1.0}),
+        (r"stages\[1\].rope.rope_theta: 301.0", {"rope": {"rope_theta": 301.0}}),
+        (r"stages\[1\].steps: 6", {"tokens": 1000}),
+    ]
+    for message, change in changes:
+        changed = [stages[0], {**stages[1], **change}, stages[2]]
+        with pytest.raises(RankError, match=message + ", but the run of .* was started with"):
+            go_on(changed, LAST, 10)
+    # One that has not begun may change; one that was trained may not go.
+    go_on([*stages[:2], {"name": "other", "steps": 2}], 14, 10)
+    with pytest.raises(RankError, match=r"stages\[1\]: not set, but the run of .* was started"):
+        go_on([{**stages[0], "steps": 20}], 12, 10)

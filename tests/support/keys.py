@@ -114,6 +114,10 @@ TRAINED_BY: dict[str, tuple[str, ...]] = {
     "engine/test_bias_update": ("zero_tp.training.router_bias_update_rate",),
     "model/test_model": ("zero_tp.attention",),
     "support/matrix": ("zero_tp.objective.type",),
+    "run/test_stages": (
+        "zero_tp.training.stages",
+        *(f"zero_tp.training.batch_size_rampup.{key}" for key in ("start", "increment", "tokens")),
+    ),
     "run/test_documents_run": ("zero_tp.data.document_attention",),
     "engine/test_engine": ("train_micro_batch_size_per_gpu",),
     "run/test_masked_run_inputs": (
@@ -172,6 +176,7 @@ OPTIMIZED: dict[str, tuple[int, str, Changes]] = {
 TIMING: dict[str, str] = {
     "steps_per_print": "how often DeepSpeed logs",
     "log_level": "what DeepSpeed logs",
+    "zero_tp.data.max_epochs": "which runs are refused",
     "wall_clock_breakdown": "DeepSpeed's timers",
     "memory_breakdown": "DeepSpeed logs memory",
     "dump_state": "DeepSpeed logs its settings",

@@ -22,7 +22,9 @@ def train_state(
     directory: Path, *, rank: int = 0, steps: int = 4, step: int = 0, figures: Sequence[str] = ()
 ) -> Any:
     """Return a state whose engine and config have what the log reads."""
-    config: Any = SimpleNamespace(zero_tp=SimpleNamespace(training=SimpleNamespace(steps=steps)))
+    config: Any = SimpleNamespace(
+        zero_tp=SimpleNamespace(training=SimpleNamespace(steps=steps, stages=[]))
+    )
     model = SimpleNamespace(figures=tuple(figures))
     engine: Any = SimpleNamespace(model=model, topology=SimpleNamespace(rank=rank))
     inputs: Any = SimpleNamespace(config=config, directory=directory)

@@ -19,6 +19,7 @@ from zero_tp.base.errors import BAD_INPUT, UserError, error_line, show
 from zero_tp.base.settings.optimizer import Muon
 from zero_tp.base.shipped import find_config
 from zero_tp.run.config.explain import explain
+from zero_tp.run.config.stages import file_schedule_steps
 
 if TYPE_CHECKING:
     from zero_tp.run.config import RunConfig
@@ -221,12 +222,15 @@ def _settings(config: RunConfig, parameters: int) -> Lines:
     yield "optimizer", f"{optimizer.type}, lr {rate:g}, clip {clip:g}"
     yield from _parameter_groups(config)
     yield "schedule", _schedule(config)
-    each = "?" if batch.total is None else f"{batch.total * length:,}"
+    step_tokens = "?" if batch.total is None else f"{batch.total * length:,}"
     total = f"{config.timeline.tokens:,}" if config.has_timeline else "?"
     if block.training.stages:
         yield "steps", f"{steps:,} of {len(config.stages)} stages: {total} tokens"
     else:
-        yield "steps", f"{steps:,} of {each} tokens (sequence length {length:,}): {total} tokens"
+        yield (
+            "steps",
+            f"{steps:,} of {step_tokens} tokens (sequence length {length:,}): {total} tokens",
+        )
     ramp = block.training.batch_size_rampup
     if ramp is not None:
         yield (
@@ -257,8 +261,8 @@ def _stages(config: RunConfig, inputs: RunInputs | None) -> Lines:
             + ("" if inputs is None else f", {inputs.epochs(prefix, [index]):.3g}")
             for prefix, weight in stage.data.items()
         ]
-        first = timeline.at(steps[0]).samples
-        grown = timeline.at(steps[-1]).samples
+        first = timeline.step_samples(steps[0]).samples
+        grown = timeline.step_samples(steps[-1]).samples
         table.append(
             (
                 stage.name,

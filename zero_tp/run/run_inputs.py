@@ -176,9 +176,13 @@ class RunInputs:
         passes = 0.0
         for stage in stages:
             steps = timeline.stage_steps(stage)
-            first = timeline.at(steps.start)
+            first = timeline.step_samples(steps.start)
             samples = self.sequences[first.sequence]
-            last = first.first + timeline.at(steps.stop).samples_before - first.samples_before
+            last = (
+                first.first
+                + timeline.step_samples(steps.stop).samples_before
+                - first.samples_before
+            )
             for index, corpus in enumerate(samples.corpora):
                 if corpus.prefix == prefix:
                     read = [samples.windows_read(end)[index] for end in (first.first, last)]
@@ -241,7 +245,7 @@ class RunInputs:
         """
 
         def read(step: int) -> list[Any]:
-            samples = self.config.timeline.at(step)
+            samples = self.config.timeline.step_samples(step)
             stage = self.config.stages[samples.stage]
             assert stage.batch.micro is not None
             return self.sequences[samples.sequence].batches_from(

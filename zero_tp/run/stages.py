@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from zero_tp.run.callback import TrainState
-from zero_tp.run.config.stages import RunStage
+
+if TYPE_CHECKING:
+    from zero_tp.run.config.stages import RunStage
 
 
 class StageChanges:
@@ -17,7 +21,7 @@ class StageChanges:
 
     def before_step(self, state: TrainState) -> None:
         """Prepare the engine for `state.step`, on all ranks."""
-        samples = state.config.timeline.at(state.step)
+        samples = state.config.timeline.step_samples(state.step)
         stage = state.config.stages[samples.stage]
         accumulation = stage.accumulation(samples.samples)
         if samples.stage != self._stage:

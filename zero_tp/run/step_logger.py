@@ -109,7 +109,7 @@ class StepLogger(Callback):
         # Of the steps since the last line.
         self._model_flops = self._hardware_flops = 0.0
         self._flops: dict[tuple[int, int], tuple[float, float]] = {}
-        self._logged_tokens = state.config.timeline.at(state.step + 1).tokens_before
+        self._logged_tokens = state.config.timeline.step_samples(state.step + 1).tokens_before
         self._peak = None
         if engine.device.type == "cuda":
             # In fp32 the peak depends on it: TF32 products are done by the tensor cores.
@@ -162,7 +162,7 @@ class StepLogger(Callback):
     def _count_flops(self, state: TrainState) -> None:
         """Add the FLOPs of this step, which differ between stages."""
         config = state.config
-        samples = config.timeline.at(state.step)
+        samples = config.timeline.step_samples(state.step)
         key = (samples.stage, samples.samples)
         if key not in self._flops:
             self._flops[key] = self._step_flops(state, samples)
@@ -185,7 +185,7 @@ class StepLogger(Callback):
         """Measure the steps since the last line, and log this one."""
         engine = state.engine
         timeline = state.config.timeline
-        consumed = timeline.at(state.step + 1)
+        consumed = timeline.step_samples(state.step + 1)
         tokens = consumed.tokens_before
         mean_seconds = self._timer.read()
         steps = self._timer.steps_read
@@ -209,7 +209,7 @@ class StepLogger(Callback):
         }
         # By tokens, because the steps of stages differ.
         left_tokens = timeline.tokens - tokens
-        left = self._timer.estimate(1) * left_tokens / timeline.at(state.step).tokens
+        left = self._timer.estimate(1) * left_tokens / timeline.step_samples(state.step).tokens
         progress = RunProgress(tokens, world, self._timer.elapsed, left)
         self._logged_tokens = tokens
         self._model_flops = self._hardware_flops = 0.0

@@ -234,19 +234,24 @@ def _auto_value(path: str, values: dict[str, Any], steps: int, hidden_size: int)
     return computed[path] if path in computed else parse_json(AUTO[path])
 
 
-def pop_token_lengths(values: dict[str, Any]) -> dict[str, int]:
-    """Remove the lengths in tokens from the `scheduler` block of `values`, and return them.
+def pop_token_lengths(values: dict[str, Any]) -> dict[str, Any]:
+    """Remove the lengths in tokens from the `scheduler` block of `values`, and return them."""
+    params = look_up(values, "scheduler.params")
+    kind = look_up(values, "scheduler.type")
+    if not isinstance(params, dict) or not isinstance(kind, str) or kind not in SCHEDULES:
+        return {}  # its own error comes later
+    return {name: params.pop(name) for name in TOKEN_LENGTHS if name in params}
+
+
+def check_token_lengths(values: dict[str, Any], lengths: dict[str, Any]) -> None:
+    """Check the lengths that `pop_token_lengths` has removed.
 
     Raises:
         ConfigError: one is no number of tokens, its schedule has no such phase, or has it in steps.
     """
     params = look_up(values, "scheduler.params")
     kind = look_up(values, "scheduler.type")
-    if not isinstance(params, dict) or not isinstance(kind, str) or kind not in SCHEDULES:
-        return {}  # its own error comes later
-    lengths = {}
-    for name in TOKEN_LENGTHS.keys() & params.keys():
-        tokens = params.pop(name)
+    for name, tokens in lengths.items():
         key = f"scheduler.params.{name}"
         argument = _argument_of(name, kind)
         if argument is None:
@@ -256,8 +261,6 @@ def pop_token_lengths(values: dict[str, Any]) -> dict[str, int]:
             raise ConfigError(key, f"given with {argument}", "give one of them")
         if type(tokens) not in (int, float) or tokens < 1 or tokens != int(tokens):
             raise ConfigError(key, f"{shown(tokens)} is not a number of tokens", "write an integer")
-        lengths[name] = int(tokens)
-    return lengths
 
 
 def _argument_of(name: str, kind: str) -> str | None:
@@ -266,14 +269,14 @@ def _argument_of(name: str, kind: str) -> str | None:
     return next((argument for argument in TOKEN_LENGTHS[name] if argument in fields), None)
 
 
-def token_arguments(values: dict[str, Any], lengths: dict[str, int]) -> list[str]:
+def token_arguments(values: dict[str, Any], lengths: dict[str, Any]) -> list[str]:
     """Return the dotted keys of the arguments that lengths in tokens stand for."""
     kind = look_up(values, "scheduler.type")
     return [f"scheduler.params.{_argument_of(name, kind)}" for name in lengths]
 
 
 def set_token_lengths(
-    values: dict[str, Any], lengths: dict[str, int], timeline: Timeline | None, steps: range
+    values: dict[str, Any], lengths: dict[str, Any], timeline: Timeline | None, steps: range
 ) -> None:
     """Set the arguments in steps of a `scheduler` block that are given in tokens.
 
@@ -295,11 +298,11 @@ def set_token_lengths(
         argument = _argument_of(name, block["type"])
         assert argument is not None
         if name == "warmup_tokens":
-            params[argument] = timeline.steps_from(steps.start, tokens)
+            params[argument] = timeline.steps_from(steps.start, int(tokens))
             continue
         length = next((params[key] for key in LENGTHS if key in params), len(steps) + 1)
         # Its length counts one step more than it rules ("auto").
-        params[argument] = max(1, timeline.steps_until(steps.start + int(length) - 2, tokens))
+        params[argument] = max(1, timeline.steps_until(steps.start + int(length) - 2, int(tokens)))
 
 
 def fill_schedule(
@@ -316,7 +319,9 @@ def fill_schedule(
     for key in auto_keys:
         parent, name = _parent_block(values, key)
         parent[name] = _auto_value(key, values, len(steps), 0)
-    set_token_lengths(values, pop_token_lengths(values), timeline, steps)
+    lengths = pop_token_lengths(values)
+    check_token_lengths(values, lengths)
+    set_token_lengths(values, lengths, timeline, steps)
     filled: dict[str, Any] = values["scheduler"]
     return filled
 

@@ -143,8 +143,8 @@ class TrainingStage(ConfigModel):
     def _is_consistent(self) -> TrainingStage:
         lengths = [name for name in ("tokens", "steps", "until") if getattr(self, name) is not None]
         if len(lengths) != 1:
-            given = " and ".join(lengths) or "none of them"
-            raise ValueError(f"takes one of tokens, steps and until: it has {given}")
+            listed = " and ".join(lengths) or "none of them"
+            raise ValueError(f"takes one of tokens, steps and until: it has {listed}")
         if self.train_batch_size is not None and self.batch_tokens is not None:
             raise ValueError("has train_batch_size and batch_tokens: give one of them")
         return self

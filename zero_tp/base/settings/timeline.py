@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zero_tp.base.settings.schema import BatchRampUp
 
@@ -120,6 +120,16 @@ class Timeline:
         self.sequence_ends.append(self._next.first)
         self._starts = [segment.first_step for segment in self._segments]
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Timeline) and self._arguments == other._arguments
+
+    def __hash__(self) -> int:
+        return hash(self._arguments)
+
+    @property
+    def _arguments(self) -> tuple[Any, ...]:
+        return self.stages, self._total_steps, self._total_tokens
+
     @property
     def steps(self) -> int:
         """Return the number of steps of the run."""
@@ -130,7 +140,7 @@ class Timeline:
         """Return the number of tokens of the run."""
         return self._next.tokens_before
 
-    def at(self, step: int) -> StepSamples:
+    def step_samples(self, step: int) -> StepSamples:
         """Return the samples of a step; after the last one, what the next would begin with."""
         assert step >= 1
         if step > self.steps:
@@ -143,27 +153,30 @@ class Timeline:
 
     def stage_of(self, step: int) -> int:
         """Return the index of a step's stage; after the last step, that of the last stage."""
-        return self.at(step).stage
+        return self.step_samples(step).stage
 
     def stage_tokens(self, stage: int) -> int:
         """Return the number of tokens of a stage."""
         steps = self.stage_steps(stage)
-        return self.at(steps.stop).tokens_before - self.at(steps.start).tokens_before
+        return (
+            self.step_samples(steps.stop).tokens_before
+            - self.step_samples(steps.start).tokens_before
+        )
 
     def steps_from(self, step: int, tokens: int) -> int:
         """Return how many steps from `step` on consume `tokens`, rounded up.
 
         After the run's last step the batch stays the same.
         """
-        goal = self.at(step).tokens_before + tokens
+        goal = self.step_samples(step).tokens_before + tokens
         if goal > self.tokens:
-            left = goal - max(self.tokens, self.at(step).tokens_before)
+            left = goal - max(self.tokens, self.step_samples(step).tokens_before)
             return max(0, self.steps + 1 - step) + math.ceil(left / self._segments[-1].begin.tokens)
         return self._first_step_after(goal) - step
 
     def steps_until(self, last: int, tokens: int) -> int:
         """Return how many steps up to `last`, it included, consume `tokens`, rounded up."""
-        goal = self.at(last + 1).tokens_before - tokens
+        goal = self.step_samples(last + 1).tokens_before - tokens
         return last + 1 - self._last_step_before(goal)
 
     def _first_step_after(self, tokens: int) -> int:
@@ -191,7 +204,7 @@ class Timeline:
         end_step, end_tokens = self._end_of(size, step, origin)
         while step < end_step and self._next.tokens_before < end_tokens:
             consumed = self._next.tokens_before - (origin if size.own_ramp else 0)
-            samples, until_change = _batch_at(size, consumed)
+            samples, until_change = _ramped_batch(size, consumed)
             begin = self._next._replace(stage=index, samples=samples, length=size.length)
             left = min(until_change, end_tokens - begin.tokens_before)
             steps = min(end_step - step, left if left == math.inf else -(-left // begin.tokens))
@@ -219,7 +232,7 @@ class Timeline:
         return math.inf, math.ceil(share * self._total_tokens)
 
 
-def _batch_at(size: StageSize, consumed: int) -> tuple[int, float]:
+def _ramped_batch(size: StageSize, consumed: int) -> tuple[int, float]:
     """Return the batch after `consumed` tokens of its ramp, and the tokens until it grows.
 
     From 2 to 4 by 1 over 12 tokens: 2 from 0 on, 3 from 6 on, 4 from 12 on.

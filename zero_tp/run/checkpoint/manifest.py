@@ -274,10 +274,10 @@ def stage_entries(config: RunConfig, step: int) -> dict[str, Any]:
     training = config.zero_tp.training
     if not training.stages and training.batch_size_rampup is None:
         return {}
-    stage = config.stages[config.timeline.at(step).stage].name
+    stage = config.stages[config.timeline.step_samples(step).stage].name
     return {
         **({"stage": stage} if stage else {}),
-        "tokens": config.timeline.at(step + 1).tokens_before,
+        "tokens": config.timeline.step_samples(step + 1).tokens_before,
     }
 
 

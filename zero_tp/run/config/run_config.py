@@ -22,6 +22,7 @@ from zero_tp.base.settings.resolve import (
     SavedStart,
     apply_overrides,
     check_leaves,
+    check_token_lengths,
     fill,
     look_up,
     pop_autos,
@@ -224,6 +225,8 @@ class RunConfig:
             ConfigErrors: all combinations that a stage makes and that are refused.
         """
         collector = ErrorCollector()
+        # A stage has its error from the stage before: it is told once.
+        told = set[str]()
         for index in range(len(self.zero_tp.training.stages)):
             try:
                 config = self.stage_config(index)
@@ -231,7 +234,12 @@ class RunConfig:
                 refuse(config.combination)
             except ConfigError as error:
                 renamed = with_keys(error, partial(name_in_stage, index))
-                collector.errors += [one for one in renamed.errors if isinstance(one, ConfigError)]
+                collector.errors += [
+                    one
+                    for one in renamed.errors
+                    if isinstance(one, ConfigError) and one.problem not in told
+                ]
+                told |= {one.problem for one in collector.errors}
         collector.raise_all()
 
     @property
@@ -413,7 +421,7 @@ class _CheckedKeys(NamedTuple):
     batch: BatchSizes
     stages: tuple[RunStage, ...]
     timeline: Timeline | None
-    token_lengths: dict[str, int]
+    token_lengths: dict[str, Any]
 
 
 def _check_keys(
@@ -436,9 +444,9 @@ def _check_keys(
     data = None
     stages: tuple[RunStage, ...] = ()
     timeline = None
-    lengths: dict[str, int] = {}
+    lengths = pop_token_lengths(values)
     with collector:
-        lengths = pop_token_lengths(values)
+        check_token_lengths(values, lengths)
     with collector:
         # Each block of this function adds its errors to the collector, so that one start shows all
         # wrong keys.

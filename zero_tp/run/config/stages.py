@@ -291,7 +291,7 @@ def _check_ramp(index: int, stage: RunStage, timeline: Timeline) -> None:
     total = stage.batch.total
     if ramp is None or total is None:
         return
-    start = timeline.at(timeline.first_steps[index]).tokens_before
+    start = timeline.step_samples(timeline.first_steps[index]).tokens_before
     if not stage.own_ramp and start >= ramp.tokens:
         return
     key = stage_key(index, "batch_size_rampup") if stage.own_ramp else RAMP_KEY
@@ -388,9 +388,7 @@ def stage_model(config: PreTrainedConfig, rope: dict[str, Any], index: int) -> P
         check_rope_values(changed.rope_parameters)
         architecture_of(changed).spec(changed)
     except ConfigError as error:
-        raise with_keys(
-            error, lambda name: name.replace("zero_tp.model.rope_parameters", key)
-        ) from None
+        raise with_keys(error, lambda name: re.sub(r"^[\w.]*rope_parameters", key, name)) from None
     except UserError as error:
         raise ConfigError(key, str(error), "use other values") from None
     return changed
