@@ -162,4 +162,4 @@ def test_a_stage_is_appended_and_a_trained_one_stays(
     # One that has not begun may change; one that was trained may not go.
     go_on([*stages[:2], {"name": "other", "steps": 2}], 14, 10)
     with pytest.raises(RankError, match=r"stages\[1\]: not set, but the run of .* was started"):
-        go_on([{**stages[0], "steps": 20}], 12, 10)
+        go_on([stages[0]], 12, 10)
