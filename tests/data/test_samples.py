@@ -17,7 +17,8 @@ from tests.support.tiny_models import write_corpus
 from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.base.errors import UserError
 from zero_tp.data import samples as samples_module
-from zero_tp.data.samples import BLEND_PERIOD, PackedSamples, ValidationSamples
+from zero_tp.data.permutation import Permutation
+from zero_tp.data.samples import BLEND_PERIOD, PackedSamples, ValidationSamples, chain
 
 Corpus = Callable[..., str]
 
@@ -186,3 +187,41 @@ def test_a_limited_validation_does_not_depend_on_the_topology(
     assert scored(micro, data) == scored(1, 1)
     firsts = {int(row[0]) for batch in samples.batches(limit, 1, 0, 1) for row in batch.labels}
     assert len(firsts) == min(limit, 21)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    lengths=st.lists(st.sampled_from([3, 4]), min_size=2, max_size=5),
+    ends=st.lists(st.integers(1, 60), min_size=5, max_size=5),
+    orders=st.lists(st.booleans(), min_size=5, max_size=5),
+)
+def test_later_sequences_go_on_in_each_corpus(
+    corpus: Corpus, lengths: list[int], ends: list[int], orders: list[bool]
+) -> None:
+    """Windows of one length are read as if there were one sequence; a new length begins an
+    epoch.
+    """
+    names = [corpus(50), corpus(31, first=100)]
+    sequences = [
+        PackedSamples({name: 1.0 for name in (names[::-1] if turned else names)}, length, 5)
+        for length, turned in zip(lengths, orders, strict=False)
+    ]
+    chain(sequences, ends[: len(sequences)])
+    # The corpora are numbered as the first sequence has them.
+    first = [one.prefix for one in sequences[0].corpora]
+    read: dict[str, tuple[int, int]] = {}
+    for samples, length, end in zip(sequences, lengths, ends, strict=False):
+        corpora, epochs, windows = samples.locate(np.arange(end))
+        for index, one in enumerate(samples.corpora):
+            before, count = read.get(one.prefix, (length, 0))
+            if before != length:
+                old = (one.tokens - 1) // before
+                count = -(-count // old) * samples.windows[index]
+            own = corpora == index
+            for epoch, window in zip(epochs[own], windows[own], strict=True):
+                assert epoch == count // samples.windows[index]
+                order = Permutation(samples.windows[index], 5, int(epoch), first.index(one.prefix))
+                position = np.array([count % samples.windows[index]])
+                assert order.entries(position)[0] == window
+                count += 1
+            read[one.prefix] = (length, count)

@@ -30,7 +30,14 @@ from zero_tp.base.settings.schedule import (
     SCHEDULES,
     TRANSFORMERS_SCHEDULES,
 )
-from zero_tp.base.settings.schema import MaskedObjective, RecomputePolicy, Spike, Timeouts, ZeroTP
+from zero_tp.base.settings.schema import (
+    MaskedObjective,
+    RecomputePolicy,
+    Spike,
+    Timeouts,
+    TrainingStage,
+    ZeroTP,
+)
 from zero_tp.base.validation import fields_by_name, nested_model
 from zero_tp.engine.settings.rule import Combination
 from zero_tp.engine.settings.rules import rules
@@ -138,6 +145,8 @@ def page() -> str:
         _table(KEYS, _rows(MaskedObjective, "objective.")),
         "`training.spike` ([training.md](training.md#checks-during-training)):",
         _table(KEYS, _rows(Spike, "training.spike.")),
+        "`training.stages` ([recipes.md](recipes.md#stages)):",
+        _table(KEYS, _rows(TrainingStage, "training.stages[].")),
         "`training.timeout_minutes` as an object:",
         _table(KEYS, _rows(Timeouts, "training.timeout_minutes.")),
         "### `param_groups`",
@@ -173,6 +182,8 @@ def page() -> str:
         "`warmup_stable_decay`"
         " may be made longer or begin its decay at any checkpoint of the stable phase.",
         "### `scheduler.params`",
+        "A run's file may give `warmup_tokens` and `decay_tokens` instead of the steps of these "
+        "phases ([recipes.md](recipes.md#schedules-in-tokens)).",
         _table(
             ("type", "parameters and defaults"),
             ((f"`{name}`", _params(m)) for name, m in SCHEDULES.items()),

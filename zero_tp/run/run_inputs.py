@@ -40,6 +40,7 @@ from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint.directory import complete_steps
 from zero_tp.run.checkpoint.manifest import Manifest, content_hash
 from zero_tp.run.config import RunConfig
+from zero_tp.run.config.stages import stage_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -281,7 +282,10 @@ class RunInputs:
             UserError: a corpus, the tokenizer or the model has changed since the run was started.
         """
         if self.config.pretrained is not None:
-            check_unchanged(self.config.pretrained, self.model_config, manifest.model)
+            index = self.config.timeline.stage_of(max(1, manifest.step))
+            rope = self.config.stages[index].rope
+            expected = stage_model(self.model_config, rope, index)
+            check_unchanged(self.config.pretrained, expected, manifest.model)
         saved = manifest.tokenizer_fingerprint
         remedy = "restore it, or give another --output-dir"
         if saved is not None and self.hash_tokens and self.fingerprint is not None:

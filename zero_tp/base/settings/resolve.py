@@ -128,7 +128,11 @@ AUTO: dict[str, str] = {
     "optimizer.params.betas": "[0.9, 0.999]",
     "optimizer.params.eps": "1e-8",
     "optimizer.params.weight_decay": "0.0",
-    **{f"scheduler.params.{name}": "`zero_tp.training.steps` + 1" for name in LENGTHS},
+    **{
+        f"scheduler.params.{name}": "the steps that it rules + 1 (`zero_tp.training.steps` + 1 "
+        "without stages)"
+        for name in LENGTHS
+    },
     **{
         f"scheduler.params.{name}": "1 % of the schedule's steps, at least 1, as of the first start"
         for name in WARMUPS

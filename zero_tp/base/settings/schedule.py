@@ -181,6 +181,9 @@ def check_scheduler(values: dict[str, Any]) -> Schedule:
         raise ConfigError(
             "scheduler.type", f"{shown(name)} is unknown", did_you_mean(name, SCHEDULES)
         )
+    for length in TOKEN_LENGTHS.keys() & block.params.keys():
+        problem = "a length in tokens, which only a run's file has"
+        raise ConfigError(f"scheduler.params.{length}", problem, "give it in steps")
     params = validate(SCHEDULES[name], block.params, "scheduler.params")
     # The function of transformers raises for both and for neither, but only when a rank builds the
     # schedule.

@@ -8,6 +8,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from zero_tp.base.constants import STAGES_KEY
 from zero_tp.base.errors import UserError
 from zero_tp.run.checkpoint.find import RunCheckpoint
 from zero_tp.run.checkpoint.manifest import Manifest, Parallelism
@@ -39,6 +40,10 @@ def model_card(checkpoint: RunCheckpoint) -> str:
     )
 
 
+def _format_corpora(weights: list[tuple[str, float]]) -> str:
+    return ", ".join(f"{_shorten(name)} (weight {weight:g})" for name, weight in weights)
+
+
 def _facts(manifest: Manifest) -> dict[str, str]:
     """Format the manifest's training settings.
 
@@ -62,10 +67,16 @@ def _facts(manifest: Manifest) -> dict[str, str]:
         if parent is None
         else f"{_shorten(parent.checkpoint)}, {parent.tokens:,} tokens before",
         "objective": _format_settings(fixed.get("zero_tp.objective", {})),
-        "corpora": ", ".join(
-            f"{_shorten(name)} (weight {weight:g})"
-            for name, weight in fixed.get("zero_tp.data.train", [])
-        ),
+        "corpora": ""
+        if manifest.stage is not None
+        else _format_corpora(fixed.get("zero_tp.data.train", [])),
+        **{
+            f"stage {stage['name']}": f"{min(stage['steps'], step + 1 - stage['first_step']):,} "
+            f"steps of {stage['train_batch_size']:,} × {stage['sequence_length']:,} tokens of "
+            f"{_format_corpora(stage['data'])}"
+            for key, stage in fixed.items()
+            if key.startswith(STAGES_KEY) and stage["first_step"] <= step
+        },
         "optimizer": f"{optimizer.get('type', '')} "
         f"{_format_settings(optimizer.get('params', {}))}".strip(),
         "seed": str(fixed.get("zero_tp.training.seed", "")),
