@@ -210,6 +210,13 @@ class TrainingEngine:
         options |= {"recompute": recompute, "param_groups": parse_param_groups(param_groups)}
         return cls(config, topology, checked.settings, **options)
 
+    def set_batch(self, micro_batch: int, accumulation: int) -> None:
+        """Take steps of `accumulation` micro-batches of `micro_batch` rows from now on.
+
+        Call it between steps, on all ranks.
+        """
+        self.zero.set_batch(micro_batch, accumulation)
+
     def begin_stage(
         self,
         *,
@@ -232,7 +239,7 @@ class TrainingEngine:
                 schedule begins now.
             config: the model's, with other `rope_parameters`.
         """
-        self.zero.set_batch(micro_batch, accumulation)
+        self.set_batch(micro_batch, accumulation)
         start = self.zero.updates if schedule_start is None else schedule_start
         self.zero.replace_schedule(schedule, lr_scale, start)
         if config is not None:

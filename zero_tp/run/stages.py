@@ -28,7 +28,7 @@ class StageChanges:
             self._begin(state, samples.stage, accumulation)
         elif accumulation != self._accumulation:
             assert stage.batch.micro is not None
-            state.engine.zero.set_batch(stage.batch.micro, accumulation)
+            state.engine.set_batch(stage.batch.micro, accumulation)
         self._stage = samples.stage
         self._accumulation = accumulation
 
