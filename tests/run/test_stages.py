@@ -161,5 +161,5 @@ def test_a_stage_is_appended_and_a_trained_one_stays(
             go_on(changed, LAST, 10)
     # One that has not begun may change; one that was trained may not go.
     go_on([*stages[:2], {"name": "other", "steps": 2}], 14, 10)
-    with pytest.raises(RankError, match=r"stages\[1\]: not set, but the run of .* was started"):
-        go_on([stages[0]], 12, 10)
+    with pytest.raises(RankError, match=r'stages\[1\].name: "long", but the run of .* was started'):
+        go_on([stages[0], stages[2]], 12, 10)

@@ -30,7 +30,7 @@ from zero_tp.data.permutation import Permutation
 from zero_tp.model.causal_lm import CausalLM
 
 VOCABULARY = 97
-MODEL = {
+MODEL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

@@ -18,7 +18,7 @@ from zero_tp.run.run_inputs import RunInputs
 
 RECIPES = sorted(shipped_path(CONFIGS).glob("recipes/*.json"))
 WORLDS = {"olmo3_7b": 128, "smollm3_3b": 384, "wsd_small": 2}
-Change = Callable[[dict[str, Any], list[dict[str, Any]]], Any]
+Change = Callable[[dict[str, Any], list[Any]], Any]
 S = r"zero_tp.training.stages"
 MISTAKES: list[tuple[Change, str]] = [
     (lambda t, s: s[1].pop("tokens"), f"{S}[1]: …: takes one of tokens, steps and until: it has"),

@@ -226,7 +226,7 @@ class RunConfig:
         """
         collector = ErrorCollector()
         # A stage has its error from the stage before: it is told once.
-        told = set[str]()
+        seen_problems = set[str]()
         for index in range(len(self.zero_tp.training.stages)):
             try:
                 config = self.stage_config(index)
@@ -237,9 +237,9 @@ class RunConfig:
                 collector.errors += [
                     one
                     for one in renamed.errors
-                    if isinstance(one, ConfigError) and one.problem not in told
+                    if isinstance(one, ConfigError) and one.problem not in seen_problems
                 ]
-                told |= {one.problem for one in collector.errors}
+                seen_problems |= {one.problem for one in collector.errors}
         collector.raise_all()
 
     @property
