@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from zero_tp.base.settings.timeline import StageSize, Timeline
 from zero_tp.run.callback import Metrics, TrainState
 from zero_tp.run.metrics_file import MetricsFile
 from zero_tp.run.run_callbacks import Validation
@@ -22,8 +23,12 @@ def train_state(
     directory: Path, *, rank: int = 0, steps: int = 4, step: int = 0, figures: Sequence[str] = ()
 ) -> Any:
     """Return a state whose engine and config have what the log reads."""
+    training = SimpleNamespace(steps=steps, stages=[])
     config: Any = SimpleNamespace(
-        zero_tp=SimpleNamespace(training=SimpleNamespace(steps=steps, stages=[]))
+        zero_tp=SimpleNamespace(training=training),
+        accumulation=1,
+        stages=[SimpleNamespace(accumulation=lambda samples: 1)],
+        timeline=Timeline([StageSize(1, 1, steps=steps)]),
     )
     model = SimpleNamespace(figures=tuple(figures))
     engine: Any = SimpleNamespace(model=model, topology=SimpleNamespace(rank=rank))
