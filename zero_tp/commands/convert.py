@@ -1,16 +1,20 @@
 """Convert a run's checkpoint to a Hugging Face model directory. Needs no ranks and no accelerator.
 
     %(prog)s to-hf runs/quickstart --output exports/quickstart
+    %(prog)s average runs/large --steps 4000,4500,5000 --output exports/large
 
-The weights are the fp32 masters that the optimizer keeps, read one at a time; AutoModelForCausalLM
-opens the result.
+The weights are the fp32 masters that the optimizer keeps, or their mean over checkpoints, read one
+at a time; AutoModelForCausalLM opens the result.
 """
 
 from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from zero_tp.base.constants import DTYPES
 from zero_tp.base.errors import UserError, first_line, show
@@ -18,56 +22,95 @@ from zero_tp.commands import inspect
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="to-hf")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="to-hf|average")
     to_hf = actions.add_parser("to-hf", help="write a Hugging Face model directory")
     to_hf.add_argument(
+        "--ema",
+        action="store_true",
+        help="export the moving average of the weights that the run kept",
+    )
+    _add_export_arguments(to_hf)
+    inspect.add_source(to_hf)
+    average = actions.add_parser(
+        "average", help="write the mean of a run's checkpoints as a Hugging Face model directory"
+    )
+    average.add_argument(
+        "--steps",
+        type=partial(_numbers, int, "steps such as 4000,4500"),
+        required=True,
+        metavar="STEP,…",
+        help="of the checkpoints, saved on any topologies; routers' biases are the last one's",
+    )
+    average.add_argument(
+        "--weights",
+        type=partial(_numbers, float, "weights such as 1,2"),
+        metavar="W,…",
+        help="of each step, of which only proportions count (default: equal ones)",
+    )
+    _add_export_arguments(average)
+    average.add_argument("source", type=Path, metavar="RUN", help="the run's directory")
+    inspect.add_arguments(actions.add_parser("inspect"))  # is refused: earlier versions had it
+
+
+def _numbers(kind: Callable[[str], Any], example: str, text: str) -> list[Any]:
+    """Return the numbers of a list with commas."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of {example}") from None
+
+
+def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--output",
         type=Path,
         required=True,
         metavar="DIR",
         help="where to write; must not exist yet",
     )
-    to_hf.add_argument("--overwrite", action="store_true", help="replace DIR when it exists")
-    to_hf.add_argument(
+    parser.add_argument("--overwrite", action="store_true", help="replace DIR when it exists")
+    parser.add_argument(
         "--dtype", choices=DTYPES, default="fp32", help="dtype of the weights (default: fp32)"
     )
-    to_hf.add_argument(
+    parser.add_argument(
         "--tokenizer",
         type=Path,
         metavar="DIR",
         help="tokenizer's directory or hub name (default: the run's)",
     )
-    to_hf.add_argument(
+    parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="of a weights file (default: 5GB)"
     )
-    to_hf.add_argument(
+    parser.add_argument(
         "--push",
         metavar="OWNER/NAME",
         help="then upload DIR to the Hugging Face hub, into a private repository if new",
     )
-    inspect.add_source(to_hf)
-    inspect.add_arguments(actions.add_parser("inspect"))  # is refused: earlier versions had it
 
 
-def to_hf(options: argparse.Namespace) -> None:
+def export(options: argparse.Namespace) -> None:
     from zero_tp.run.checkpoint.find import find_checkpoint
 
     find_checkpoint(options.source)  # report a wrong path before torch is imported
     import torch
 
-    from zero_tp.run.checkpoint.convert import to_huggingface
+    from zero_tp.run.checkpoint.convert import average_checkpoints, to_huggingface
     from zero_tp.tools.report.card import model_card
 
+    arguments: dict[str, Any] = {
+        "dtype": getattr(torch, DTYPES[options.dtype]),
+        "tokenizer": options.tokenizer,
+        "max_shard_size": options.max_shard_size,
+        "overwrite": options.overwrite,
+        "card": model_card,
+    }
+    source, output = options.source, options.output
     try:
-        converted = to_huggingface(
-            options.source,
-            options.output,
-            dtype=getattr(torch, DTYPES[options.dtype]),
-            tokenizer=options.tokenizer,
-            max_shard_size=options.max_shard_size,
-            overwrite=options.overwrite,
-            card=model_card,
-        )
+        if options.action == "average":
+            steps, weights = options.steps, options.weights
+            converted = average_checkpoints(source, steps, output, weights=weights, **arguments)
+        else:
+            converted = to_huggingface(source, output, ema=options.ema, **arguments)
     except OSError as error:
         # An error that names its file says enough; a full disk names none.
         if error.filename is not None:
@@ -79,6 +122,7 @@ def to_hf(options: argparse.Namespace) -> None:
         f"{converted.checkpoint} → {options.output} ({converted.parameters:,} parameters, "
         f"{options.dtype})"
     )
+    show(*([f"weights: {converted.weights}"] if converted.weights else []))
     show(*converted.notes)
     show(
         f"tokenizer from {converted.tokenizer}"
@@ -118,4 +162,4 @@ def main(options: argparse.Namespace) -> None:
         raise UserError(
             f"inspect: convert does not describe checkpoints; run zero-tp inspect {source}"
         )
-    to_hf(options)
+    export(options)

@@ -29,7 +29,7 @@ from zero_tp.engine.param_groups import trainable_of
 from zero_tp.engine.qk_clip import QKClip, check_qk_clip
 from zero_tp.engine.settings.parse import check_settings
 from zero_tp.engine.settings.rule import EntryPoint
-from zero_tp.engine.settings.rules import refuse_experts
+from zero_tp.engine.settings.rules import check_average, refuse_experts
 from zero_tp.engine.zero.build_lock import report_build_locks
 from zero_tp.engine.zero.matrix_optimizer import MatrixOptimizer
 from zero_tp.engine.zero.ops import check_nvme, disable_shared_memory_collectives
@@ -68,6 +68,7 @@ class TrainingEngine:
         param_groups: parameters with a weight decay or a factor of the rate of their own.
         qk_clip_threshold, qk_clip_alpha: of QK-clip; None: none.
         router_bias_update_rate: of the routers' biases, see `BiasUpdate`; 0 leaves them.
+        ema: decay of an average of the weights (`WeightAverage`); by default none is kept.
         compiled: run training's elementwise work in kernels that torch compiles; "auto": on CUDA.
 
     Attributes:
@@ -100,6 +101,7 @@ class TrainingEngine:
         qk_clip_threshold: float | None = None,
         qk_clip_alpha: float = 0.5,
         router_bias_update_rate: float = 0.0,
+        ema: float | None = None,
         compiled: bool | Literal["auto"] = False,
     ):
         self.topology = topology
@@ -113,6 +115,7 @@ class TrainingEngine:
             )
         refuse_experts(settings, topology.expert)
         check_qk_clip(qk_clip_threshold, config, settings)
+        check_average(settings, ema)
         # Before the model is built: a missing directory or header is found at once.
         check_nvme(settings.zero_optimization.nvme_paths)
         self.zero = engine_of_stage(settings, topology)
@@ -130,6 +133,8 @@ class TrainingEngine:
         # After everything that changes modules or hooks: DeepSpeed's optimizers copy the weights
         # into masters, and ZeRO-2 and -3 hook each parameter here.
         self._initialize_optimizer(settings, param_groups)
+        if ema is not None:
+            self.zero.start_average(ema)
         # DeepSpeed broadcasts weights over DP only: that TP ranks begin with the same replicas
         # follows from the seeds and files alone.
         guards.check_replicas(self.model, topology)
@@ -546,6 +551,12 @@ class TrainingEngine:
             name: figure / number for name, figure, number in zip(names, total, count, strict=True)
         }
         return {"loss": sum(mean for name, mean in means.items() if name.endswith("loss")), **means}
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the averaged weights of `ema`:
+        `ZeroEngine.averaged_weights`. Collective over DP.
+        """
+        return self.zero.averaged_weights()
 
     def _uneven_forwards(self) -> AbstractContextManager[None]:
         """Let ranks evaluate different numbers of batches in this block."""

@@ -128,6 +128,20 @@ class TrainState:
         """Return whether `step` is a multiple of `interval`; never, if it is None."""
         return interval is not None and self.step % interval == 0
 
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[str]:
+        """Give the model its averaged weights (`training.ema`) inside the block, and return the
+        prefix of their figures. Collective.
+        """
+        with self.engine.averaged_weights():
+            yield "ema/"
+
+    @property
+    def evaluates_average(self) -> bool:
+        """Return whether evaluations run a second time, on the averaged weights."""
+        ema = self.config.zero_tp.training.ema
+        return ema is not None and ema.evaluate
+
     def print(self, text: str) -> None:
         """Print one line on rank 0, above the progress bar."""
         if self.is_rank_zero:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zero_tp.base.errors import UserError
+from zero_tp.data.samples import FixedSamples
 from zero_tp.engine.guards import check_replicas
 from zero_tp.model.moe import Router
 from zero_tp.parallel.collectives import all_reduce
@@ -57,15 +58,22 @@ class Validation(Callback):
 
     They are taken over `evaluation.batches` of the validation corpora.
 
-    Several corpora count by their weights in `data.validation`, whatever their sizes.
+    Several corpora count by their weights in `data.validation`, whatever their sizes. With
+    `training.ema.evaluate` the figures of the averaged weights follow, as `ema/…`.
     """
 
     def on_evaluate(self, state: TrainState) -> None:
-        samples = state.inputs.validation
+        if state.inputs.validation is None:
+            return
+        self.log(state, self._figures(state, state.inputs.validation))
+        if state.evaluates_average:
+            with state.averaged_weights() as prefix:
+                figures = self._figures(state, state.inputs.validation)
+            self.log(state, figures, prefix)
+
+    def _figures(self, state: TrainState, samples: FixedSamples[Any]) -> dict[str, float]:
         config = state.config
         topology = state.topology
-        if samples is None:
-            return
         limit = config.zero_tp.evaluation.batches * config.global_batch
         figures: dict[str, float] = {}
         # Corpus by corpus: the figure is a weighted mean of means, so a large corpus does not count
@@ -76,10 +84,14 @@ class Validation(Callback):
             )
             means = state.engine.evaluate([batch.to(state.engine.device) for batch in batches])
             figures = {name: figures.get(name, 0.0) + share * mean for name, mean in means.items()}
-        self.log(state, figures)
+        return figures
 
-    def log(self, state: TrainState, figures: Mapping[str, float]) -> None:
-        """Print and log the figures; a loss without other figures gets its perplexity."""
+    def log(self, state: TrainState, figures: Mapping[str, float], prefix: str = "") -> None:
+        """Print and log the figures; a loss without other figures gets its perplexity.
+
+        Args:
+            prefix: of their names.
+        """
         values = (
             dict(figures)
             if len(figures) > 1
@@ -89,10 +101,9 @@ class Validation(Callback):
             f"{name.replace('_', ' ')} {format_figure(name, value)}"
             for name, value in values.items()
         )
-        state.print(f"validation at step {state.step}: {', '.join(shown)}")
-        state.log(
-            {"step": state.step, **{f"validation_{name}": value for name, value in values.items()}}
-        )
+        state.print(f"{prefix}validation at step {state.step}: {', '.join(shown)}")
+        named = {f"{prefix}validation_{name}": value for name, value in values.items()}
+        state.log({"step": state.step, **named})
 
 
 class ExpertShares(Callback):

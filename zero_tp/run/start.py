@@ -130,6 +130,7 @@ def _build_engine(
         qk_clip_threshold=block.training.qk_clip_threshold,
         qk_clip_alpha=block.training.qk_clip_alpha,
         router_bias_update_rate=block.training.router_bias_update_rate,
+        ema=None if block.training.ema is None else block.training.ema.decay,
         compiled=block.compile,
     )
 

@@ -169,6 +169,17 @@ class Spike(ConfigModel):
         return self
 
 
+class Ema(ConfigModel):
+    decay: float = Field(
+        gt=0, lt=1, description="The share of the old average that a step keeps, such as 0.999."
+    )
+    evaluate: bool = Field(
+        False,
+        description="Validation and tasks run a second time, on the average; its figures are named "
+        "`ema/…`.",
+    )
+
+
 class Timeouts(ConfigModel):
     start: Minutes | None = Field(
         None,
@@ -249,6 +260,11 @@ class Training(ConfigModel):
         0.0,
         description="After each step, move the bias of each expert by this much towards an equal "
         "load; 0: the biases stay, as in transformers ([experts.md](experts.md)).",
+    )
+    ema: Ema | None = Field(
+        None,
+        description="Keep an exponential moving average of the fp32 weights, 4 bytes a parameter: "
+        "[recipes.md](recipes.md#averaged-weights).",
     )
     timeout_minutes: Minutes | Timeouts = Field(
         30, description="Limit of one collective, in minutes; or of each phase without progress."

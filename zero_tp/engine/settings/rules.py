@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from zero_tp.base.errors import ConfigError
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.base.settings.resolve import leaves
 from zero_tp.base.validation import ConfigErrors
@@ -21,6 +22,19 @@ def refuse(config: Combination) -> None:
 def refuse_experts(settings: DeepSpeedSettings, expert: int) -> None:
     """Raise a ConfigErrors with what is refused under expert parallelism of a degree."""
     _refuse(zero_rules.expert_rules(settings, expert))
+
+
+def check_average(settings: DeepSpeedSettings, decay: float | None) -> None:
+    """Check that an average of the weights, if a decay is set, can be kept with these settings.
+
+    Raises:
+        ConfigError: says why it cannot.
+    """
+    if decay is None:
+        return
+    if not 0 < decay < 1:
+        raise ConfigError("ema", f"{decay} is no decay between 0 and 1", "give one such as 0.999")
+    _refuse(zero_rules.average_rules(settings, is_used=True))
 
 
 def _refuse(judged: Iterable[Rule]) -> None:

@@ -16,7 +16,7 @@ from zero_tp.base.settings.schedule import (
 )
 from zero_tp.base.settings.schema import ZeroTP
 from zero_tp.engine.settings.rule import Combination, Rule, no_effect, note, refused
-from zero_tp.engine.settings.zero_rules import qk_clip_rules
+from zero_tp.engine.settings.zero_rules import average_rules, qk_clip_rules
 
 ACTIVATIONS = "activation_checkpointing"
 OPTIMIZER = "optimizer.params"
@@ -208,6 +208,7 @@ def run_rules(settings: DeepSpeedSettings, zero_tp: ZeroTP) -> Iterator[Rule]:
     no_corpus = not zero_tp.data.validation
     clips_qk = zero_tp.training.qk_clip_threshold is not None
     yield from qk_clip_rules(settings, is_used=clips_qk)
+    yield from average_rules(settings, is_used=zero_tp.training.ema is not None)
     yield no_effect(
         "zero_tp.training.qk_clip_alpha", not clips_qk, "there is no qk_clip_threshold beside it"
     )
@@ -218,6 +219,11 @@ def run_rules(settings: DeepSpeedSettings, zero_tp: ZeroTP) -> Iterator[Rule]:
     )
     yield no_effect(
         "zero_tp.evaluation.interval",
+        no_corpus and not evaluation.tasks,
+        "there is neither zero_tp.data.validation nor a task to evaluate",
+    )
+    yield no_effect(
+        "zero_tp.training.ema.evaluate",
         no_corpus and not evaluation.tasks,
         "there is neither zero_tp.data.validation nor a task to evaluate",
     )

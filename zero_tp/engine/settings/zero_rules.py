@@ -51,6 +51,19 @@ def qk_clip_rules(settings: DeepSpeedSettings, *, is_used: bool) -> Iterator[Rul
     )
 
 
+def average_rules(settings: DeepSpeedSettings, *, is_used: bool) -> Iterator[Rule]:
+    """Yield rules about an average of the weights.
+
+    Args:
+        is_used: one is kept.
+    """
+    yield refused(
+        "zero_tp.training.ema",
+        is_used and bool(settings.zero_optimization.nvme_paths),
+        'with an offload device "nvme": the weights are in files between steps; use "cpu"',
+    )
+
+
 def offload_rules(config: Combination) -> Iterator[Rule]:
     """Yield rules about offloading."""
     zero = config.settings.zero_optimization

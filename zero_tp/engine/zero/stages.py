@@ -383,11 +383,12 @@ class PartitionedParameters(ZeroEngine):
         for fragment in self.states().fragments:
             parameter = self.model.get_parameter(fragment.name)
             partition_of(parameter, self.topology.data_rank).copy_(fragment.master)
+        # Weights that are gathered are a second copy, which forward reads: drop it. After an
+        # evaluation they are more than the resident ones, because DeepSpeed keeps the last layers'
+        # for the backward that follows in training.
+        self.optimizer.parameter_offload.partition_all_parameters()
         resident: list[Any] = list(self.optimizer.persistent_parameters)
-        # Weights that stay gathered are a second copy, which forward reads: drop it, and gather the
-        # new partitions.
         if resident:
-            resident[0].partition(resident)
             resident[0].all_gather(resident)
 
 

@@ -1,4 +1,4 @@
-"""Views of a rank's fp32 masters and optimizer states, for every ZeRO stage.
+"""Views of a rank's fp32 masters, optimizer states and average, for every ZeRO stage.
 
 Of each parameter's TP shard a rank holds one fragment: all of it under ZeRO-0, its DP partition
 under ZeRO-1 to 3. The fragment's master is a piece of a flat fp32 tensor; the optimizer's states
@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from zero_tp.engine.zero.fragments import Fragment
 from zero_tp.engine.zero.matrix_optimizer import MatrixOptimizer
+from zero_tp.engine.zero.weight_average import WeightAverage
 from zero_tp.parallel.spans import Span
 
 MASTER = "master"
+EMA = "ema"
 
 
 class OptimizerStates:
@@ -32,10 +34,17 @@ class OptimizerStates:
     Attributes:
         fragments: those that are not empty, in the order of the model's parameters.
         optimizer: the innermost one, torch's or DeepSpeed's.
+        average: of the masters, if the run has one.
     """
 
-    def __init__(self, fragments: Iterable[Fragment], optimizer: Any):
+    def __init__(
+        self,
+        fragments: Iterable[Fragment],
+        optimizer: Any,
+        average: WeightAverage | None = None,
+    ):
         self.fragments = [fragment for fragment in fragments if fragment.span.length]
+        self.average = average
         # DeepSpeed wraps the optimizer that has the states; in fp32 without ZeRO there is no
         # wrapper.
         while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
@@ -43,21 +52,24 @@ class OptimizerStates:
         self.optimizer = optimizer
 
     def kinds(self) -> list[str]:
-        """Return `master` and the names of the optimizer's states of as many elements, equal on all
-        ranks.
+        """Return `master`, the names of the optimizer's states of as many elements, and `ema` if
+        there is an average; equal on all ranks.
         """
+        return [MASTER, *self._optimizer_kinds(), *([] if self.average is None else [EMA])]
+
+    def _optimizer_kinds(self) -> list[str]:
         optimizer = self.optimizer
         if isinstance(optimizer, MatrixOptimizer):
-            return [MASTER, *(optimizer.STATES if optimizer.state else ())]
+            return [*(optimizer.STATES if optimizer.state else ())]
         if not self.fragments:
-            return [MASTER]
+            return []
         flat = self.fragments[0].flat
         state = optimizer.state.get(flat, {})
         tensors = {
             key: value for key, value in state.items() if key != "step" and torch.is_tensor(value)
         }
         # Other tensors, such as a scalar, belong to no element and cannot be cut into fragments.
-        return [MASTER, *(key for key, value in tensors.items() if value.numel() == flat.numel())]
+        return [key for key, value in tensors.items() if value.numel() == flat.numel()]
 
     def has(self, fragment: Fragment, kind: str) -> bool:
         """Return whether a fragment has this one of `kinds`: matrices under Muon have no moments of
@@ -66,12 +78,15 @@ class OptimizerStates:
         optimizer = self.optimizer
         if not isinstance(optimizer, MatrixOptimizer):
             return True
-        return kind == MASTER or kind in optimizer.state_names(fragment.flat)
+        return kind in (MASTER, EMA) or kind in optimizer.state_names(fragment.flat)
 
     def get(self, fragment: Fragment, kind: str) -> Tensor:
         """Return a view of its master or state, fp32 [span.length]; a new state is zeros."""
         if kind == MASTER:
             return fragment.master
+        if kind == EMA:
+            assert self.average is not None, "only a run with an average restores one"
+            return fragment.view(self.average.of(fragment.flat))
         state = self.optimizer.state[fragment.flat]
         # A restored run has not stepped yet, so its optimizer has no states: they are made here,
         # and the caller fills them.

@@ -12,6 +12,7 @@ import deepspeed
 import torch
 from torch import Tensor
 
+from zero_tp.base.errors import UserError
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.base.settings.optimizer import Muon
 from zero_tp.base.settings.schedule import TRANSFORMERS_SCHEDULES, Schedule
@@ -27,6 +28,7 @@ from zero_tp.engine.zero.lr_schedules import (
 )
 from zero_tp.engine.zero.states import OptimizerStates
 from zero_tp.engine.zero.veto import StepVeto
+from zero_tp.engine.zero.weight_average import WeightAverage
 from zero_tp.parallel.layout import stored_tensors
 from zero_tp.parallel.topology import Topology
 
@@ -94,6 +96,7 @@ class ZeroEngine(ABC):
         lock_step: all DP ranks must run the same number of forwards, because each forward
             communicates over DP.
         veto: decides whether a step updates the weights.
+        average: of the masters (`start_average`); None: none is kept.
         compiled: the update runs in compiled kernels, where a stage has some.
         native_schedule_start: DeepSpeed's schedules start where DeepSpeed starts them
             (`set_schedule`).
@@ -119,6 +122,7 @@ class ZeroEngine(ABC):
         self._config = deepspeed_dict(settings, topology.data)
         self._scheduler = transformers_schedule(settings.scheduler)
         self.veto = StepVeto(topology)
+        self.average: WeightAverage | None = None
 
     def construction(self) -> AbstractContextManager[Any]:
         """Return the context in which to build the model."""
@@ -249,6 +253,9 @@ class ZeroEngine(ABC):
         if last and self.loss_scale is not None:
             # DeepSpeed's flag is set by a veto, too, but a spike is no overflow of fp16.
             self.loss_scale.update(self.optimizer.overflow and not self.veto.spike)
+        # A pass of its own after the update: without an average the step has no more operations.
+        if last and self.average is not None and not self._has_skipped():
+            self.average.update()
 
     def _step(self) -> None:
         self.deepspeed_engine.step()
@@ -267,13 +274,49 @@ class ZeroEngine(ABC):
             return float("nan"), True
         return self._norm(), False
 
+    def _has_skipped(self) -> bool:
+        """Return whether the last step updated nothing, for any reason; equal on all ranks."""
+        return self.norm_and_skipped()[1] or bool(self.veto.spike)
+
     def _norm(self) -> Tensor | float:
         norm: Tensor | float | None = self.deepspeed_engine.get_global_grad_norm()
         return norm if norm is not None else float("nan")
 
     def states(self) -> OptimizerStates:
-        """Return this rank's masters and optimizer states."""
-        return OptimizerStates(self.fragments(), self.optimizer)
+        """Return this rank's masters and optimizer states, and their average."""
+        return OptimizerStates(self.fragments(), self.optimizer, self.average)
+
+    def start_average(self, decay: float) -> None:
+        """Keep an average of the masters from now on; it starts as their present values."""
+        self.average = WeightAverage(self.fragments(), decay)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Give the module the averaged weights inside the block, and then its own again, bit for
+        bit. Collective over DP; no step may run inside.
+
+        Buffers, such as routers' biases, stay the last ones. After another error than a UserError,
+        which all ranks raise, the module keeps the averaged weights: only this rank may have
+        failed, and it must not wait for the others.
+
+        Raises:
+            UserError: there is no average.
+        """
+        if self.average is None:
+            raise UserError("averaged_weights: no average is kept; give ema=0.999, its decay")
+        self.average.swap()
+        self.fill_module()
+        can_fill = False
+        try:
+            yield
+            can_fill = True
+        except UserError:
+            can_fill = True
+            raise
+        finally:
+            self.average.swap()
+            if can_fill:
+                self.fill_module()
 
     def progress(self) -> dict[str, Any]:
         """Return the run's progress, equal on all ranks, for a checkpoint's manifest."""

@@ -70,6 +70,7 @@ def inspect(source: Path, *, verify: bool = False) -> str:
             f"{sum(math.prod(entry.shape) for entry in manifest.parameters.values()):,}",
         ),
         ("states", ", ".join(manifest.kinds)),
+        *([("average", f"of the weights, decay {manifest.ema:g}")] if manifest.ema else []),
         ("tokenizer", manifest.tokenizer or "none"),
         ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
         ("files", f"{len(files)}, {_size(sum(file.bytes for file in files.values()))}"),

@@ -147,8 +147,9 @@ class Manifest(ConfigModel):
     Attributes:
         tensor … dtype, expert: see `Parallelism`.
         model, generation: Hugging Face's configs.
-        kinds: names of the parameters' tensors: the master and the optimizer's states. Under Muon
-            a parameter has those of its own kind only.
+        kinds: names of the parameters' tensors: the master, the optimizer's states and the average.
+            Under Muon a parameter has those of its own kind only.
+        ema: decay of the average of the weights; None: the run keeps none.
         fixed, corpora: the keys and corpora that no resume may change (see `fixed_settings`).
         tokenizer, tokenizer_from_run: the tokenizer's hub name, or its path and the path relative
             to the run.
@@ -170,6 +171,7 @@ class Manifest(ConfigModel):
     generation: dict[str, Any] | None = None
     parameters: dict[str, ShardedParameter | ReplicatedParameter]
     kinds: Annotated[list[str], Field(min_length=1)]
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     progress: Progress
     fixed: dict[str, Any]
     corpora: dict[str, dict[str, Any]]

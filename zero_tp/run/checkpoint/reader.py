@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zero_tp.base.errors import UserError, first_line
 from zero_tp.base.strict_json import parse_json
-from zero_tp.engine.zero.states import MASTER
+from zero_tp.engine.zero.states import EMA, MASTER
 from zero_tp.parallel.layout import Layout, Replicated, Sharded, layout_of, whole_shape
 from zero_tp.parallel.parameter import Init
 from zero_tp.parallel.spans import Index, Spans, enclosing_block, overlaps
@@ -137,7 +137,7 @@ class StatesFile:
 class CheckpointReader:
     """Reads the tensors of one checkpoint.
 
-    As a `WeightSource` it gives a new model the fp32 masters.
+    As a `WeightSource` it gives a new model the fp32 masters, or their averages.
 
     Attributes:
         parameters: the saved layouts by name.
@@ -147,14 +147,23 @@ class CheckpointReader:
         Damaged: from every method that reads: a file is missing, cannot be read or lacks elements.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, data_rank: int = 0):
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        data_rank: int = 0,
+        *,
+        averaged: Collection[str] = (),
+    ):
         """Prepare to read; files are opened on first use.
 
         Args:
             data_rank: the DP rank whose file is read first; others are opened only for elements
                 that it lacks.
+            averaged: the parameters whose weight is the saved average instead of the master.
         """
         self.directory = directory
+        self._averaged = averaged
         self.tensor = manifest.tensor
         self.data = manifest.data
         self.parameters = {
@@ -205,7 +214,7 @@ class CheckpointReader:
         init: Init,
         topology: Topology,
     ) -> None:
-        """Write this rank's shard of a parameter's master into `local`."""
+        """Write this rank's shard of a parameter's weight into `local`."""
         wanted = ParameterLayout(layout, tuple(whole))
         saved = self.parameters.get(name)
         # The whole shapes must agree. The layouts may differ: `piece` maps one to the other.
@@ -216,7 +225,7 @@ class CheckpointReader:
                 else f"shape {saved.shape}, expected {wanted.shape}"
             )
             raise UserError(f"{self.directory}: {name}: {problem}")
-        piece = self.piece(name, MASTER, wanted, Place.of(topology))
+        piece = self.piece(name, self._weight_kind(name), wanted, Place.of(topology))
         local.copy_(piece.view(local.shape))
 
     def piece(
@@ -306,6 +315,13 @@ class CheckpointReader:
         last = sum((rows.stop - 1) * stride for rows, stride in zip(index, strides, strict=True))
         elements = self._elements(name, kind, shard, first, last + 1)
         return elements.as_strided([rows.stop - rows.start for rows in index], strides)
+
+    def _weight_kind(self, name: str) -> str:
+        return EMA if name in self._averaged else MASTER
+
+    def weight(self, name: str) -> Tensor:
+        """Return the whole parameter's weight, as `fill` gives it, without padding, fp32."""
+        return self.whole(name, self._weight_kind(name))
 
     def whole(self, name: str, kind: str = MASTER) -> Tensor:
         """Return the whole parameter's master or state, without padding, fp32."""

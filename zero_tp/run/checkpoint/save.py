@@ -407,6 +407,8 @@ def describe_model(zero: ZeroEngine) -> dict[str, Any]:
             name: ParameterLayout.of(tensor).to_json() for name, tensor in stored_tensors(model)
         },
         "kinds": zero.states().kinds(),
+        # Only if there is one, because earlier versions do not read it.
+        **({} if zero.average is None else {"ema": zero.average.decay}),
         "progress": zero.progress(),
         "versions": versions(),
     }

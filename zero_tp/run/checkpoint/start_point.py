@@ -6,6 +6,9 @@
 | `Resume` | masters of the run       | of the run         | of the run      | as saved    |
 | `Branch` | masters of another run   | of the other run   | from step 1     | the other's |
 
+An average of the weights (`zero_tp.training.ema`) starts as these weights; `Resume` restores it if
+the checkpoint has one.
+
 A checkpoint moves to any topology: TP and DP sizes, SP, ZeRO stage, dtype and offload may differ.
 Each rank reads its pieces of masters and states, one parameter at a time, and fills the module from
 the masters, as after an optimizer step. On the same topology everything is restored bit for bit. On
@@ -26,7 +29,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from zero_tp.base.errors import UserError
-from zero_tp.engine.zero.states import MASTER
+from zero_tp.engine.zero.states import EMA, MASTER
 from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.parallel.agreement import on_rank_zero
 from zero_tp.parallel.layout import stored_buffers, stored_tensors
@@ -162,7 +165,8 @@ class Resume:
         now = Parallelism.of(config)
         moved = "" if before == now else f" saved at {before} → {now}"
         changes = differences(manifest, config, inputs.validation_corpora)
-        return [f"resuming step {self.step}{moved}", *changes]
+        average = describe_average(manifest, is_kept=config.zero_tp.training.ema is not None)
+        return [f"resuming step {self.step}{moved}", *changes, *average]
 
 
 @dataclass(frozen=True)
@@ -189,12 +193,17 @@ class Branch:
         if not self.inherits_states:
             _restore_states(zero, self.checkpoint, [MASTER])
             return
-        _restore_states(zero, self.checkpoint, self.checkpoint.manifest.kinds)
+        # The parent's average is of weights before this run's.
+        kinds = [kind for kind in self.checkpoint.manifest.kinds if kind != EMA]
+        _restore_states(zero, self.checkpoint, kinds)
         zero.restore_update_count(self.checkpoint.manifest.progress.model_dump())
 
     def describe(self, inputs: RunInputs) -> list[str]:
         corpora = inputs.corpora, inputs.validation_corpora
-        return describe_parent(self.checkpoint, inputs.config, *corpora)
+        lines = describe_parent(self.checkpoint, inputs.config, *corpora)
+        if inputs.config.zero_tp.training.ema is not None:
+            lines.append("zero_tp.training.ema: the average starts as the weights of --from")
+        return lines
 
 
 def find_start(
@@ -241,6 +250,19 @@ def find_start(
     return Branch(parent, notes, inherits_states(parent.manifest, config))
 
 
+def describe_average(manifest: Manifest, *, is_kept: bool) -> list[str]:
+    """Return a line if a run that resumes has no average to restore, or restores none.
+
+    Args:
+        is_kept: by the run that resumes.
+    """
+    if is_kept and manifest.ema is None:
+        return [f"ema: step {manifest.step} has no average, so it starts as that step's weights"]
+    if not is_kept and manifest.ema is not None:
+        return [f"ema: not set, so the average of step {manifest.step} is dropped"]
+    return []
+
+
 def _go_back(may_go_back: bool, check_owner: Callable[[], None], damage: Damaged) -> str:
     """Set a damaged checkpoint aside, so that the one before is the newest; return a note.
 
@@ -271,6 +293,8 @@ def _go_back(may_go_back: bool, check_owner: Callable[[], None], damage: Damaged
 def _restore_states(zero: ZeroEngine, checkpoint: RunCheckpoint, kinds: Sequence[str]) -> None:
     """Restore masters and states of these kinds, and fill the module from them. Collective.
 
+    An average that is not among them starts as the masters.
+
     The checkpoint's files have been verified.
     """
     reader = CheckpointReader(checkpoint.path, checkpoint.manifest, zero.topology.data_rank)
@@ -278,7 +302,10 @@ def _restore_states(zero: ZeroEngine, checkpoint: RunCheckpoint, kinds: Sequence
     # Before the first tensor is read: an error in the middle would leave a model of two
     # checkpoints.
     _check_parameters(checkpoint.path, reader.parameters, wanted)
-    _read_states(zero, kinds, reader, wanted)
+    is_kept = zero.average is not None
+    _read_states(zero, [kind for kind in kinds if is_kept or kind != EMA], reader, wanted)
+    if zero.average is not None and EMA not in kinds:
+        zero.average.restart()
     # The module holds rounded copies of the masters. Without it, the first forward would use the
     # weights that the engine was built with.
     zero.fill_module()

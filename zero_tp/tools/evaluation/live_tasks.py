@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 class LiveTasks(Callback):
     """Evaluate a run's zero-shot tasks after each validation.
+
+    With `training.ema.evaluate` the results of the averaged weights follow, as `ema/TASK/…`.
 
     Args:
         block: `zero_tp.evaluation` of the run's config.
@@ -66,21 +69,30 @@ class LiveTasks(Callback):
             raise UserError(message) from error
 
     def on_evaluate(self, state: TrainState) -> None:
-        results = self.evaluate(state.engine, state.config.micro_batch)
+        micro_batch = state.config.micro_batch
+        self._log(state, self.evaluate(state.engine, micro_batch))
+        if state.evaluates_average:
+            with state.averaged_weights() as prefix:
+                results = self.evaluate(state.engine, micro_batch)
+            self._log(state, results, prefix)
+        gc.collect()  # thousands of lm-eval requests in reference cycles
+
+    def _log(
+        self, state: TrainState, results: Mapping[str, Mapping[str, float | None]], prefix: str = ""
+    ) -> None:
         for task, metrics in results.items():
             values = ", ".join(
                 f"{name} {format_number(value)}"
                 for name, value in metrics.items()
                 if value is not None
             )
-            state.print(f"{task} at step {state.step}: {values}")
+            state.print(f"{prefix}{task} at step {state.step}: {values}")
         flat = {
-            f"{task}/{name}": value
+            f"{prefix}{task}/{name}": value
             for task, metrics in results.items()
             for name, value in metrics.items()
         }
         state.log({"step": state.step, **flat})
-        gc.collect()  # thousands of lm-eval requests in reference cycles
 
     def evaluate(
         self, engine: TrainingEngine, batch_size: int

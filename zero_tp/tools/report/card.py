@@ -17,19 +17,24 @@ from zero_tp.tools.report.runs import read_runs
 LOSSES = {"loss": "loss", "validation_loss": "validation loss"}
 
 
-def model_card(checkpoint: RunCheckpoint) -> str:
+def model_card(checkpoint: RunCheckpoint, weights: str = "") -> str:
     """Return the card of a model exported from a checkpoint, from the manifest and the run's
     metrics.
 
     Cards are public, so only the last two parts of the paths of corpora and of the parent are
     shown.
+
+    Args:
+        weights: which average the weights are; "": those of the checkpoint's step.
     """
     manifest = checkpoint.manifest
     task = "fill-mask" if manifest.generation is None else "text-generation"
     data = ModelCardData(library_name="transformers", pipeline_tag=task, tags=["zero_tp"])
     # RUN/checkpoints/step_00000500: the run is two levels up.
     run = checkpoint.path.resolve().parent.parent
-    facts = _facts(manifest) | {"losses": _losses(run, manifest.step)}
+    # The run has logged them for its own weights.
+    losses = "losses before averaging" if weights else "losses"
+    facts = _facts(manifest) | {"weights": weights, losses: _losses(run, manifest.step)}
     facts["libraries"] = ", ".join(
         f"{name} {version}" for name, version in manifest.versions.items()
     )

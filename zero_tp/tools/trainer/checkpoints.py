@@ -25,7 +25,7 @@ from zero_tp.parallel.parameter import ConstantInit
 from zero_tp.run.checkpoint.find import find_checkpoint, find_on_all_ranks
 from zero_tp.run.checkpoint.manifest import Parallelism
 from zero_tp.run.checkpoint.save import Saver, describe_model
-from zero_tp.run.checkpoint.start_point import Resume
+from zero_tp.run.checkpoint.start_point import Resume, describe_average
 
 STATES = ("checkpoints", "optimizer*", "scheduler*", "global_step*")
 """Files of an optimizer's states in a checkpoint: ours, plain Trainer's and DeepSpeed's."""
@@ -140,6 +140,9 @@ def resume_states(zero: ZeroEngine, scheduler: Any, folder: Path, seed: int) -> 
             "does not use; train "
             "with the optim that it was saved with"
         )
+    for line in describe_average(checkpoint.manifest, is_kept=zero.average is not None):
+        if dist.get_rank() == 0:
+            warnings.warn(f"{checkpoint.path}: {line}", stacklevel=2)
     Resume(checkpoint).restore(zero, seed)
     progress = checkpoint.manifest.progress
     if zero.scheduler is None and progress.schedule is not None:

@@ -33,7 +33,7 @@ from zero_tp.engine.guards import check_hooks, check_replicas
 from zero_tp.engine.param_groups import optimizer_groups
 from zero_tp.engine.settings.parse import check_settings
 from zero_tp.engine.settings.rule import EntryPoint
-from zero_tp.engine.settings.rules import notes
+from zero_tp.engine.settings.rules import check_average, notes
 from zero_tp.engine.zero.ops import check_nvme
 from zero_tp.engine.zero.stages import engine_of_stage
 from zero_tp.engine.zero.zero_engine import ZeroEngine
@@ -101,6 +101,7 @@ class TensorParallelAccelerator(Accelerator):
         on_engine: Callable[[ZeroEngine], None],
         param_groups: Sequence[ParamGroup] = (),
         bias_update: BiasUpdate | None = None,
+        ema: float | None = None,
         **options: Any,
     ) -> None:
         """Take Accelerator's arguments.
@@ -111,6 +112,7 @@ class TensorParallelAccelerator(Accelerator):
             param_groups: of an optimizer that DeepSpeed's config names; by default it has one group
                 of all parameters, as under plain Trainer.
             bias_update: of the model's routers; by default none.
+            ema: decay of an average of the weights; by default none is kept.
 
         Raises:
             UserError: no ranks are connected, or ranks may get different numbers of batches.
@@ -131,6 +133,7 @@ class TensorParallelAccelerator(Accelerator):
         self.clipping = clipping
         self.on_engine = on_engine
         self.bias_update = bias_update
+        self.ema = ema
         self.param_groups = param_groups
         # By default accelerate reads an iterable data set on rank 0 only and slices each batch for
         # all ranks.
@@ -165,6 +168,7 @@ class TensorParallelAccelerator(Accelerator):
             return objects
         model, optimizer, *rest = objects
         settings = finalized_settings(self.deepspeed_plugin, self.topology, self.clipping)
+        check_average(settings, self.ema)
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer = _sharded_optimizer(optimizer, settings)
         zero = engine_of_stage(settings, self.topology)
@@ -176,6 +180,8 @@ class TensorParallelAccelerator(Accelerator):
         audit(model, self.topology)
         check_trainable(model)
         zero.initialize(model, self._trainable(model, optimizer, settings))
+        if self.ema is not None:
+            zero.start_average(self.ema)
         check_replicas(model, self.topology)
         if not hasattr(zero.optimizer, "overflow"):
             zero.optimizer.overflow = False  # accelerate checks once for it, before ZeRO-0 sets it

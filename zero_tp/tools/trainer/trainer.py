@@ -13,7 +13,7 @@ import os
 import random
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,7 @@ class TensorParallel(Base):
         expert_parallel: int = 1,
         param_groups: Sequence[ParamGroup | Mapping[str, Any]] = (),
         router_bias_update_rate: float = 0.0,
+        ema: float | None = None,
         **options: Any,
     ):
         """Take Trainer's arguments; `args` has DeepSpeed's config. Collective over all ranks.
@@ -117,6 +118,7 @@ class TensorParallel(Base):
             expert_parallel: EP degree for a transformers model.
             param_groups: as in `zero_tp.param_groups`; by default those of Trainer.
             router_bias_update_rate: as in `zero_tp.training`.
+            ema: decay of an average of the weights (`averaged_weights`); by default none is kept.
 
         Raises:
             UserError: no DeepSpeed config; frozen parameters; an argument that is not exact here;
@@ -151,6 +153,7 @@ class TensorParallel(Base):
         _check_batch(args, self.topology)
         self._param_groups = parse_param_groups(param_groups)
         self._bias_update = BiasUpdate(model, self.topology, router_bias_update_rate)
+        self._ema = ema
         self._labelled_rows: Tensor | None = None
         super().__init__(model, args, *arguments, **options)
         if self.compute_loss_func is not None:
@@ -211,7 +214,13 @@ class TensorParallel(Base):
         clipping = self.args.max_grad_norm
         on_engine = partial(setattr, self, "zero")
         self.accelerator = TensorParallelAccelerator(
-            self.topology, clipping, on_engine, self._param_groups, self._bias_update, **options
+            self.topology,
+            clipping,
+            on_engine,
+            self._param_groups,
+            self._bias_update,
+            self._ema,
+            **options,
         )
         # Trainer has stored the method of the accelerator that was just replaced.
         self.gather_function = self.accelerator.gather_for_metrics
@@ -385,6 +394,18 @@ class TensorParallel(Base):
         if folder is not None:
             resume_states(self._engine, self.lr_scheduler, folder, self.args.seed)
         return prepared
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the averaged weights of `ema`, after training has
+        begun: to evaluate or to save them. Collective over DP.
+
+            with trainer.averaged_weights():
+                trainer.evaluate(metric_key_prefix="ema")
+                trainer.save_model("average")
+        """
+        if self.zero is None:
+            raise UserError("averaged_weights: nothing has been trained yet; call train first")
+        return self.zero.averaged_weights()
 
     @property
     def _engine(self) -> ZeroEngine:
