@@ -92,6 +92,7 @@ def write_checkpoint(
         "generation": GenerationConfig.from_model_config(config).to_dict(),
         "parameters": {name: one.to_json() for name, one in described.items()},
         "kinds": list(kinds),
+        **({"ema": 0.999} if "ema" in kinds else {}),
         "progress": {
             "optimizer_steps": 1,
             "counters": {},

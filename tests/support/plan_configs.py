@@ -253,6 +253,13 @@ CONFIGS += [
     family("qwen3_moe", "zero_optimization.stage=2", EXPERTS[0], "zero_tp.recompute=full"),
     family("olmoe", "zero_optimization.stage=1", *EXPERTS, "optimizer.params.fused=false"),
 ]
+AVERAGE = 'zero_tp.training.ema={"decay": 0.9}'
+CONFIGS += [
+    ["zero_optimization.stage=2", AVERAGE],
+    ["zero_optimization.stage=0", AVERAGE],
+    ["zero_optimization.stage=2", f"zero_optimization.offload_optimizer{OFFLOAD}", AVERAGE],
+    ["zero_optimization.stage=3", f"zero_optimization.offload_optimizer{OFFLOAD}", AVERAGE],
+]
 WORLD = 4
 NAMES = [
     " ".join(re.sub(r'.*"model_type": "([\w-]+)".*', r"\1", one).split(".")[-1] for one in config)
@@ -261,8 +268,9 @@ NAMES = [
 
 
 # The second tier has every eighth, ZeRO-3 with offload, M_D under SP, full recomputation with
-# ZeRO-2, windows, the last five of AdamW, groups of parameters, Muon, and expert parallelism.
-SECOND = (29, 34, 35, 37, 41, 43, *range(len(CONFIGS) - 20, len(CONFIGS)))
+# ZeRO-2, windows, the last five of AdamW, groups of parameters, Muon, expert parallelism, and
+# averages of the weights.
+SECOND = (29, 34, 35, 37, 41, 43, *range(len(CONFIGS) - 24, len(CONFIGS)))
 TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 8), *SECOND)}
 MARKS: dict[str, Any] = {"thorough": THOROUGH, "heavy": pytest.mark.heavy}
 CASES = [

@@ -82,6 +82,7 @@ def engine_of(config: RunConfig, **options: Any) -> Any:
         "seed": run.training.seed,
         "param_groups": run.param_groups,
         "router_bias_update_rate": run.training.router_bias_update_rate,
+        "ema": None if run.training.ema is None else run.training.ema.decay,
         **options,
     }
     return TrainingEngine(hf_config, topology, config.engine_settings, **options)

@@ -31,6 +31,7 @@ from zero_tp.base.settings.schedule import (
     TRANSFORMERS_SCHEDULES,
 )
 from zero_tp.base.settings.schema import (
+    Ema,
     MaskedObjective,
     RecomputePolicy,
     Spike,
@@ -147,6 +148,8 @@ def page() -> str:
         _table(KEYS, _rows(Spike, "training.spike.")),
         "`training.stages` ([recipes.md](recipes.md#stages)):",
         _table(KEYS, _rows(TrainingStage, "training.stages[].")),
+        "`training.ema` ([recipes.md](recipes.md#averaged-weights)):",
+        _table(KEYS, _rows(Ema, "training.ema.")),
         "`training.timeout_minutes` as an object:",
         _table(KEYS, _rows(Timeouts, "training.timeout_minutes.")),
         "### `param_groups`",

@@ -86,6 +86,11 @@ REFUSED: tuple[dict[str, Any], ...] = (
         "zero_optimization.offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"},
         "zero_optimization.stage": 3,
     },
+    {
+        "zero_tp.training.ema": {"decay": 0.999},
+        "zero_optimization.offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"},
+        "zero_optimization.stage": 3,
+    },
     {"scheduler": {"type": "linear", "params": {"num_warmup_steps": 10, "num_training_steps": 9}}},
     {
         "scheduler": {

@@ -64,6 +64,17 @@ def test_a_step_on_an_h200(
 # ---- mechanisms ----------------------------------------------------------------------------------
 
 
+def test_an_average_is_read_and_written_in_each_update() -> None:
+    """12 bytes of each parameter of this rank's part."""
+    times = [
+        plan_gpt2("zero_optimization.stage=1", "zero_tp.parallel.tensor=1", *changes).time
+        for changes in ((), ('zero_tp.training.ema={"decay": 0.999}',))
+    ]
+    seconds = 12 * 354_823_168 / 8 / H100.memory
+    assert times[1].optimizer - times[0].optimizer == pytest.approx(seconds)
+    assert times[1].total - times[0].total == pytest.approx(seconds)
+
+
 def test_an_incomplete_wave_of_tiles_takes_as_long_as_a_full_one() -> None:
     high, wide = TILE
     units, depth = H100.device.units, 4096

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from huggingface_hub import HfApi, ModelCard
 
-from tests.support.checkpoints import rewritten, write_checkpoint
+from tests.support.checkpoints import KINDS, rewritten, write_checkpoint
 from tests.support.tiny_models import tiny_gpt2_config
 from zero_tp.base.errors import UserError
 from zero_tp.commands import convert
@@ -27,10 +27,10 @@ FIXED: dict[str, Any] = {
 }
 
 
-def run(directory: Path) -> Path:
+def run(directory: Path, **options: Any) -> Path:
     """A run at step 20 that has logged up to step 30."""
     with rewritten(
-        write_checkpoint(directory, tiny_gpt2_config(), tensor=2, data=2, step=20)
+        write_checkpoint(directory, tiny_gpt2_config(), tensor=2, data=2, step=20, **options)
     ) as manifest:
         manifest["fixed"] = FIXED
     lines = [
@@ -44,13 +44,15 @@ def run(directory: Path) -> Path:
 
 def export(source: Path, output: Path, **options: Any) -> Path:
     words = {
+        "action": "to-hf",
+        "ema": False,
         "dtype": "fp32",
         "tokenizer": None,
         "max_shard_size": "5GB",
         "overwrite": False,
         "push": None,
     }
-    convert.to_hf(argparse.Namespace(source=source, output=output, **words | options))
+    convert.export(argparse.Namespace(source=source, output=output, **words | options))
     return output
 
 
@@ -74,6 +76,21 @@ def test_a_card_of_what_is_not_known_leaves_it_out(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "run", tiny_gpt2_config())
     text = (export(tmp_path / "run", tmp_path / "export") / "README.md").read_text()
     assert "| trained | 1 steps |" in text and "losses" not in text and "| optimizer" not in text
+
+
+def test_a_card_names_the_average(tmp_path: Path) -> None:
+    """The losses are those of the run's own weights."""
+    source = run(tmp_path / "run", kinds=(*KINDS, "ema"))
+    write_checkpoint(source, tiny_gpt2_config(), step=1000)
+    averaged = {"source": source / "checkpoints" / "step_00000020", "ema": True}
+    mean = {"source": source, "action": "average", "steps": [1000, 20], "weights": [3.0, 1.0]}
+    for words, weights in (
+        (averaged, "moving average of the weights, decay 0.999"),
+        (mean, "mean of the steps 1,000 (0.75), 20 (0.25)"),
+    ):
+        text = (export(output=tmp_path / str(len(words)), **words) / "README.md").read_text()
+        assert f"| weights | {weights} |" in text
+        assert "losses" not in text or "| losses before averaging | loss" in text
 
 
 def test_a_persons_card_stays(tmp_path: Path) -> None:

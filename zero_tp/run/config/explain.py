@@ -27,6 +27,7 @@ READERS = {
     "zero_tp.training.guard_interval": "zero_tp.engine.guards",
     "zero_tp.training.guard_gradients": "zero_tp.engine.guards",
     "zero_tp.training.spike": "zero_tp.engine.zero.veto",
+    "zero_tp.training.ema": "zero_tp.engine.zero.weight_average",
     "zero_tp.training.qk_clip": "zero_tp.engine.qk_clip",
     "zero_tp.training.on_nonfinite": "zero_tp.run.run_callbacks",
     "zero_tp.training.timeout_minutes": "zero_tp.run.process.watch",

@@ -203,6 +203,7 @@ class ZeroSettings:
             (`communication_data_type`).
         moments: bytes of the optimizer's states for one parameter, without the fp32 master.
         matrix_moments: of a parameter that Muon updates; `moments` are of the others.
+        average: bytes of the average of the weights for one parameter, 0 or 4.
         iteration: Newton-Schulz's, under Muon.
         torch_optimizer: the optimizer is an unfused class of torch whose update allocates
             temporaries.
@@ -229,6 +230,7 @@ class ZeroSettings:
     communication_itemsize: int
     moments: int
     matrix_moments: int
+    average: int
     iteration: NewtonSchulz | None
     torch_optimizer: bool
     fused_adamw: bool
@@ -265,6 +267,7 @@ class ZeroSettings:
             communication_itemsize=ELEMENT_BYTES[settings.communication_data_type or config.dtype],
             moments=_moment_bytes(optimizer),
             matrix_moments=4 if isinstance(optimizer.params, Muon) else 0,
+            average=0 if config.zero_tp.training.ema is None else 4,
             iteration=_iteration(optimizer, config.dtype),
             torch_optimizer=_allocates_temporaries(optimizer),
             fused_adamw=facts.is_fused_adamw(optimizer),

@@ -573,6 +573,10 @@ class StepTimeEstimator:
 
     def update_traffic(self) -> float:
         """Return the bytes that the norm and the update of this rank's parameters move."""
+        # An average reads itself and the masters, and writes itself.
+        return self._optimizer_traffic() + 3 * self.settings.average * self.partition
+
+    def _optimizer_traffic(self) -> float:
         settings = self.settings
         e = self.workload.itemsize
         g = settings.grad_accum_itemsize

@@ -157,7 +157,8 @@ class ZeroMemory:
     def states(self) -> StateBytes:
         """Return the permanent bytes.
 
-        They include the optimizer's moments, which a run's first step creates.
+        They include the average of the weights, and the optimizer's moments, which a run's first
+        step creates.
         """
         zero = self.settings
         total = self.parameters.total
@@ -167,11 +168,12 @@ class ZeroMemory:
         if zero.stage == 0:
             # In fp32 torch's optimizer updates the parameters themselves, so they are their own
             # masters.
-            master = 4 * total if e < 4 else 0
+            master = (4 if e < 4 else 0) * total + zero.average * total
             moments = self._moment_bytes([sum(group) for group in self.parameters.groups])
             return StateBytes(parameters=e * total, optimizer=moments + master)
         moments = self._moment_bytes(self.partition_sizes)
-        master_moments = 4 * part + moments
+        # The average lies beside the masters, padding included.
+        master_moments = (4 + zero.average) * part + moments
         if zero.stage < 3:
             # Every rank has the 16-bit weights of all ranks, as one padded tensor a group: the
             # parameters become views of it.
@@ -186,7 +188,9 @@ class ZeroMemory:
                 return StateBytes(parameters=flat, optimizer=master_moments, buffers=fp32_gradients)
             # `temp_grad_buffer_for_gpu_offload`: through it sums of gradients come back from the
             # host, one parameter after another.
-            return StateBytes(flat, buffers=e * largest, host=moments + self._host_bytes)
+            # The masters are among the host's tensors, some of which are page-locked.
+            host = zero.average * part + moments + self._host_bytes
+            return StateBytes(flat, buffers=e * largest, host=host)
         sizes = itertools.chain(*self.parameters.groups)
         # A parameter up to the threshold is partitioned like all others. After its first use the
         # whole stays too, so it counts here and in `part`.
@@ -235,7 +239,7 @@ class ZeroMemory:
     def _host_optimizer_tensors(self) -> list[int]:
         """Return the bytes of each host tensor of an offloaded optimizer.
 
-        Moments and ZeRO-3's masters are not among them.
+        Moments, averages and ZeRO-3's masters are not among them.
 
         Stage 3 has accumulated gradients and their fp32 copies. Stages 1 and 2 have masters, fp32
         gradients, 16-bit weights to copy back, and a buffer. When stage 2 accumulates, each
