@@ -145,14 +145,14 @@ def test_an_average_starts_where_a_checkpoint_has_none(ranks: Pools, tmp_path: P
         assert not any(torch.equal(after[name], restored[name]) for name in masters)
     assert ranks(2).run(started, str(without), str(tmp_path / "with"), Resume)[0][1] == {}
     # What a resume says of it.
-    assert describe_average(manifests[1], is_kept=True) == [
-        "ema: step 2 has no average, so it starts as that step's weights"
+    assert describe_average(manifests[1], has_average=True) == [
+        "the average (ema) starts as the weights of step 2, which has none"
     ]
-    assert describe_average(manifests[0], is_kept=False) == [
-        "ema: not set, so the average of step 2 is dropped"
+    assert describe_average(manifests[0], has_average=False) == [
+        "the average (ema) of step 2 is dropped: none is kept from here on"
     ]
-    for manifest, is_kept in ((manifests[0], True), (manifests[1], False)):
-        assert describe_average(manifest, is_kept=is_kept) == []
+    for manifest, has_average in ((manifests[0], True), (manifests[1], False)):
+        assert describe_average(manifest, has_average=has_average) == []
 
 
 @THOROUGH

@@ -218,12 +218,7 @@ def run_rules(settings: DeepSpeedSettings, zero_tp: ZeroTP) -> Iterator[Rule]:
         'with zero_tp.objective "masked": the tasks score what a causal model predicts',
     )
     yield no_effect(
-        "zero_tp.evaluation.interval",
-        no_corpus and not evaluation.tasks,
-        "there is neither zero_tp.data.validation nor a task to evaluate",
-    )
-    yield no_effect(
-        "zero_tp.training.ema.evaluate",
+        "zero_tp.evaluation.interval zero_tp.training.ema.evaluate",
         no_corpus and not evaluation.tasks,
         "there is neither zero_tp.data.validation nor a task to evaluate",
     )

@@ -108,11 +108,13 @@ def average_checkpoints(
     """
     shares = _shares(steps, weights)
     checkpoints = [_checkpoint_of_step(run, step) for step in steps]
-    readers = [CheckpointReader(each.path, each.manifest) for each in checkpoints]
+    readers = [CheckpointReader(saved.path, saved.manifest) for saved in checkpoints]
     last = max(checkpoints, key=lambda checkpoint: checkpoint.step)
-    for each in checkpoints:
-        if _shapes(each) != _shapes(last):
-            raise UserError(f"{each.path}: has other parameters than {last.path}; leave it out")
+    for checkpoint in checkpoints:
+        if _shapes(checkpoint) != _shapes(last):
+            raise UserError(
+                f"{checkpoint.path}: has other parameters than {last.path}; leave it out"
+            )
     stored = weights_of(last.hf_config())
     buffers = {weight.our_name for weight in stored if not weight.is_parameter}
     last_reader = readers[checkpoints.index(last)]
@@ -127,9 +129,9 @@ def average_checkpoints(
 
     parts = (f"{step:,} ({share:.4g})" for step, share in zip(steps, shares, strict=True))
     options = Export(output, dtype, tokenizer, max_shard_size, overwrite, card)
-    kept = f"; buffers and routers' biases of step {last.step:,}" if buffers else ""
-    others = [each for each in checkpoints if each is not last]
-    return options.write([last, *others], read, f"mean of the steps {', '.join(parts)}{kept}")
+    suffix = f"; buffers and routers' biases of step {last.step:,}" if buffers else ""
+    earlier = [checkpoint for checkpoint in checkpoints if checkpoint is not last]
+    return options.write([last, *earlier], read, f"mean of the steps {', '.join(parts)}{suffix}")
 
 
 def averaged_parameters(checkpoint: RunCheckpoint) -> frozenset[str]:
@@ -211,8 +213,8 @@ class Export:
             check_run_tokenizer(opened, tokenizer, checkpoint)
             fingerprint = fingerprint or TokenizerFingerprint.of(opened)
         # An export of damaged weights would look like a model that has learned badly.
-        for each in checkpoints:
-            check_content(each.path, each.manifest.files)
+        for source in checkpoints:
+            check_content(source.path, source.manifest.files)
         shapes = _shapes(checkpoint)
         # Entries hold functions, not tensors: each parameter is read when its turn to be written
         # comes.

@@ -165,7 +165,7 @@ class Resume:
         now = Parallelism.of(config)
         moved = "" if before == now else f" saved at {before} → {now}"
         changes = differences(manifest, config, inputs.validation_corpora)
-        average = describe_average(manifest, is_kept=config.zero_tp.training.ema is not None)
+        average = describe_average(manifest, has_average=config.zero_tp.training.ema is not None)
         return [f"resuming step {self.step}{moved}", *changes, *average]
 
 
@@ -202,7 +202,7 @@ class Branch:
         corpora = inputs.corpora, inputs.validation_corpora
         lines = describe_parent(self.checkpoint, inputs.config, *corpora)
         if inputs.config.zero_tp.training.ema is not None:
-            lines.append("zero_tp.training.ema: the average starts as the weights of --from")
+            lines.append("the average (ema) starts as the parent's weights")
         return lines
 
 
@@ -250,16 +250,17 @@ def find_start(
     return Branch(parent, notes, inherits_states(parent.manifest, config))
 
 
-def describe_average(manifest: Manifest, *, is_kept: bool) -> list[str]:
+def describe_average(manifest: Manifest, *, has_average: bool) -> list[str]:
     """Return a line if a run that resumes has no average to restore, or restores none.
 
     Args:
-        is_kept: by the run that resumes.
+        has_average: the run that resumes keeps one.
     """
-    if is_kept and manifest.ema is None:
-        return [f"ema: step {manifest.step} has no average, so it starts as that step's weights"]
-    if not is_kept and manifest.ema is not None:
-        return [f"ema: not set, so the average of step {manifest.step} is dropped"]
+    step = manifest.step
+    if has_average and manifest.ema is None:
+        return [f"the average (ema) starts as the weights of step {step}, which has none"]
+    if not has_average and manifest.ema is not None:
+        return [f"the average (ema) of step {step} is dropped: none is kept from here on"]
     return []
 
 
@@ -302,8 +303,8 @@ def _restore_states(zero: ZeroEngine, checkpoint: RunCheckpoint, kinds: Sequence
     # Before the first tensor is read: an error in the middle would leave a model of two
     # checkpoints.
     _check_parameters(checkpoint.path, reader.parameters, wanted)
-    is_kept = zero.average is not None
-    _read_states(zero, [kind for kind in kinds if is_kept or kind != EMA], reader, wanted)
+    has_average = zero.average is not None
+    _read_states(zero, [kind for kind in kinds if has_average or kind != EMA], reader, wanted)
     if zero.average is not None and EMA not in kinds:
         zero.average.restart()
     # The module holds rounded copies of the masters. Without it, the first forward would use the

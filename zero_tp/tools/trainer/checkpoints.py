@@ -140,7 +140,7 @@ def resume_states(zero: ZeroEngine, scheduler: Any, folder: Path, seed: int) -> 
             "does not use; train "
             "with the optim that it was saved with"
         )
-    for line in describe_average(checkpoint.manifest, is_kept=zero.average is not None):
+    for line in describe_average(checkpoint.manifest, has_average=zero.average is not None):
         if dist.get_rank() == 0:
             warnings.warn(f"{checkpoint.path}: {line}", stacklevel=2)
     Resume(checkpoint).restore(zero, seed)
