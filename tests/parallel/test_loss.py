@@ -35,7 +35,7 @@ class Case(NamedTuple):
         large: logits to ±1e4. ignore_index: the ignored label. upstream: the gradient of the loss.
         chunk: elements of a block of logits, and of a chunk that a cache holds.
         frozen: what needs no gradient. strided: hidden states are laid out batch first.
-        scale, cap: of the logits.
+        scale, cap: of the logits. z_loss: its weight.
     """
 
     world: int = 2
@@ -54,6 +54,7 @@ class Case(NamedTuple):
     divisor: float | None = None
     scale: float = 1.0
     cap: float | None = None
+    z_loss: float = 0.0
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states [s, b, h], weight [v, h] and labels [s, b], the same on every rank."""
@@ -98,6 +99,11 @@ def cross_entropy(case: Case) -> set[str]:
     expected = F.cross_entropy(*flat, ignore_index=index)
     if divisor is not None:
         expected = F.cross_entropy(*flat, ignore_index=index, reduction="sum") / divisor
+    entropy, count = expected.item(), (labels != index).sum() if divisor is None else divisor
+    # Of logits to 1e4, torch's gradient of the log-sum-exp in fp32 has three digits.
+    z_loss = logits.double().logsumexp(2).square()[labels != index].sum() / count
+    if case.z_loss:
+        expected = expected + case.z_loss * z_loss.float()
     (expected * case.upstream).backward()
     each = F.cross_entropy(*flat, ignore_index=index, reduction="none").view(labels.shape)
 
@@ -117,11 +123,12 @@ def cross_entropy(case: Case) -> set[str]:
             "logit_map": LogitMap(case.scale, case.cap),
         }
         once: dict[str, Any] = {"sequence": case.sequence, "divisor": divisor, **common}
-        found, correct = vocab_parallel_cross_entropy(
+        once["z_loss_weight"] = case.z_loss
+        found, correct, mean, mean_square = vocab_parallel_cross_entropy(
             given_hidden, given_weight, labels, accuracy=True, **once
         )
         with torch.no_grad():
-            without, _ = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, **once)
+            without, *_ = vocab_parallel_cross_entropy(given_hidden, given_weight, labels, **once)
         scores = vocab_parallel_token_scores(hidden, given_weight, labels, **common)
         alternatives = torch.stack((labels, labels.roll(1), torch.full_like(labels, index)), 2)
         each_of_three = vocab_parallel_token_scores(hidden, given_weight, alternatives, **common)
@@ -129,6 +136,12 @@ def cross_entropy(case: Case) -> set[str]:
     assert found.requires_grad == (case.frozen != "hidden weight")
     # Without gradients the blocks, whose losses are added up, are smaller.
     assert without.item() == pytest.approx(expected.item(), rel=2e-6, abs=1e-6, nan_ok=True)
+    assert mean.item() == pytest.approx(entropy, rel=2e-6, abs=1e-6, nan_ok=True)
+    if mean_square is None:
+        assert not case.z_loss and mean is found
+    else:
+        wanted = pytest.approx(z_loss.item(), rel=2e-6, abs=1e-6, nan_ok=True)
+        assert case.z_loss and mean_square.item() == wanted
     everyone = all_gather(found.detach().reshape(1), group)
     assert torch.equal(everyone[0].expand(world), everyone) or everyone.isnan().all()
     assert found.item() == pytest.approx(expected.item(), rel=2e-6, abs=1e-6, nan_ok=True)
@@ -198,6 +211,7 @@ def cross_entropy(case: Case) -> set[str]:
         divisor=st.none(),
         scale=st.sampled_from([1.0, 0.3]),
         cap=st.sampled_from([None, 2.0]),
+        z_loss=st.sampled_from([0.0, 0.2]),
         # tanh of large logits has no digits left in its slope, in torch neither.
     ).map(lambda case: case._replace(cap=None) if case.large else case)
 )
@@ -210,6 +224,7 @@ def cross_entropy(case: Case) -> set[str]:
 )  # the maximum's last digit is not the loss's
 @example(Case(3, True, 2, 2, 7, "some", True, -1, 1.0, 2**23, 2))
 @example(Case(4, True, 2, 2, 11, scale=0.3, cap=1.5))  # a rank holds padding beside tokens
+@example(Case(4, True, 2, 2, 11, scale=0.3, cap=1.5, z_loss=0.2))
 def test_cross_entropy_equals_torch(ranks: Pools, case: Case) -> None:
     assert ranks(case.world).run(cross_entropy, case) == [{"hidden", "weight"}] * case.world
 
@@ -229,6 +244,7 @@ def test_frozen_weight_or_hidden_states(ranks: Pools, sequence: bool, frozen: st
             for ignored in ("none", "some", "all")
             for by in (0.25, 7.5)
         ),
+        Case(sequence=True, divisor=7.5, z_loss=0.2),
         *(Case(sequence=sequence, strided=True) for sequence in (False, True)),
     ],
 )
@@ -239,7 +255,9 @@ def test_other_divisors_and_layouts(ranks: Pools, case: Case) -> None:
     assert ranks(2).run(cross_entropy, case) == [{"hidden", "weight"}] * 2
 
 
-def rounded(world: int, sequence: bool, length: int, batch: int, draws: int) -> set[str]:
+def rounded(
+    world: int, sequence: bool, length: int, batch: int, draws: int, z_loss: float
+) -> set[str]:
     """Compare bf16 with torch in fp32 on the same rounded values; the mean error must vanish."""
     topology = grid(world, sequence)
     layout, vocabulary = Sharded(0, (33,), padded=True), 33
@@ -253,7 +271,8 @@ def rounded(world: int, sequence: bool, length: int, batch: int, draws: int) -> 
         labels[0, :] = -100  # 115 or 9 counted: 1/115 is not a power of two
         expected_hidden, expected_weight = leaf(hidden.float()), leaf(weight.float())
         logits = F.linear(expected_hidden, expected_weight).flatten(0, 1)
-        F.cross_entropy(logits, labels.flatten()).backward()
+        squares = logits.logsumexp(1).square()[labels.flatten() != -100]
+        (F.cross_entropy(logits, labels.flatten()) + z_loss * squares.mean()).backward()
         given_hidden = leaf(piece_of(hidden, topology))
         given_weight = leaf(layout.shard(weight, topology.tensor_rank, world))
         vocab_parallel_cross_entropy(
@@ -263,6 +282,7 @@ def rounded(world: int, sequence: bool, length: int, batch: int, draws: int) -> 
             vocabulary=vocabulary,
             group=topology.tensor_group,
             sequence=sequence,
+            z_loss_weight=z_loss,
         )[0].backward()
         assert given_hidden.grad is not None and given_weight.grad is not None
         assert expected_hidden.grad is not None and expected_weight.grad is not None
@@ -284,14 +304,24 @@ def rounded(world: int, sequence: bool, length: int, batch: int, draws: int) -> 
     return set(ratios)
 
 
-ROUNDED = [(*sizes, sequence) for sizes in ((24, 5, 10), (4, 3, 40)) for sequence in (False, True)]
-FIRST_ROUNDED = [(24, 5, 10, True), (4, 3, 40, False)]
+# With a z-loss a draw's ratio scatters twice as much.
+ROUNDED = [
+    (*sizes, sequence, z_loss)
+    for *sizes, z_loss in ((24, 5, 10, 0.0), (4, 3, 40, 0.0), (24, 5, 40, 0.03), (4, 3, 100, 0.03))
+    for sequence in (False, True)
+]
+FIRST_ROUNDED = [(24, 5, 10, True, 0.0), (4, 3, 40, False, 0.0), (4, 3, 100, True, 0.03)]
 
 
-@pytest.mark.parametrize(("length", "batch", "draws", "sequence"), in_tiers(ROUNDED, FIRST_ROUNDED))
-def test_bf16(ranks: Pools, length: int, batch: int, draws: int, sequence: bool) -> None:
+@pytest.mark.parametrize(
+    ("length", "batch", "draws", "sequence", "z_loss"), in_tiers(ROUNDED, FIRST_ROUNDED)
+)
+def test_bf16(
+    ranks: Pools, length: int, batch: int, draws: int, sequence: bool, z_loss: float
+) -> None:
     """In several blocks, and in a single block, whose gradient is not accumulated in fp32."""
-    assert ranks(2).run(rounded, 2, sequence, length, batch, draws) == [{"hidden", "weight"}] * 2
+    found = ranks(2).run(rounded, 2, sequence, length, batch, draws, z_loss)
+    assert found == [{"hidden", "weight"}] * 2
 
 
 class Largest(TorchDispatchMode):
@@ -325,7 +355,7 @@ def largest_tensor(world: int, sequence: bool, chunk: int, trained: bool = True)
         Largest() as largest,
         torch.set_grad_enabled(trained),
     ):
-        found, _ = vocab_parallel_cross_entropy(own, shard, labels, sequence=sequence, **common)
+        found, *_ = vocab_parallel_cross_entropy(own, shard, labels, sequence=sequence, **common)
         if trained:
             found.backward()
         vocab_parallel_token_scores(hidden, shard, labels, **common)

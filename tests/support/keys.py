@@ -113,6 +113,7 @@ TRAINED_BY: dict[str, tuple[str, ...]] = {
     "engine/test_param_groups": ("zero_tp.param_groups",),
     "engine/zero/test_weight_average": ("zero_tp.training.ema", "zero_tp.training.ema.decay"),
     "engine/test_bias_update": ("zero_tp.training.router_bias_update_rate",),
+    "engine/test_z_loss": ("zero_tp.training.z_loss", "zero_tp.training.router_z_loss"),
     "model/test_model": ("zero_tp.attention",),
     "support/matrix": ("zero_tp.objective.type",),
     "run/test_stages": (

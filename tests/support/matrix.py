@@ -142,7 +142,8 @@ def once_for_equals(check: Callable[..., Any]) -> Callable[..., Any]:
 
     def checked(block: ZeroTP, saved: None = None, data: int | None = None) -> Any:
         key = f"{block.model} {block.parallel} {block.data} {block.objective} {block.logging}"
-        key += f" {block.training.router_bias_update_rate} {data}"
+        training = block.training
+        key += f" {training.router_bias_update_rate} {training.router_z_loss} {data}"
         if key not in known:
             known[key] = check(block, saved, data)
         return known[key]

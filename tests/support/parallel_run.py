@@ -28,25 +28,13 @@ def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False, **optio
         options: of the engine.
     """
     import torch.distributed as dist
-    from deepspeed.utils import safe_get_full_grad
 
     config = RunConfig.load(path, world_size=dist.get_world_size())
     engine = engine_of(config, recompute=config.zero_tp.recompute_policy, **options)
     draw_biases(engine.model)
     topology, seed = engine.topology, config.zero_tp.training.seed
-    named = dict(engine.model.named_parameters())
     trace = Trace()
-    end_micro_batch = engine.zero.step
-
-    def record_gradients_first(loss: Tensor | None = None) -> None:
-        # Gradients are whole and unclipped between the last backward and the step.
-        if engine.deepspeed_engine.is_gradient_accumulation_boundary():
-            gradients = {name: safe_get_full_grad(weight) for name, weight in named.items()}
-            trace.gradients = whole_tensors(engine, gradients)
-            engine.zero.step = end_micro_batch
-        end_micro_batch(loss)
-
-    engine.zero.step = record_gradients_first
+    record_gradients(engine, trace.gradients)
     for step in range(STEPS + more_steps):
         if step == STEPS:
             for group in engine.zero.optimizer.param_groups:
@@ -71,6 +59,26 @@ def train(path: Path, more_steps: int = 0, *, from_corpus: bool = False, **optio
     if topology.rank > 0:
         return Trace(trace.losses, trace.norms, trace.balances, trace.clipped, stale=trace.stale)
     return trace
+
+
+def record_gradients(engine: Any, gradients: dict[str, Tensor]) -> None:
+    """Fill in the whole gradients of the engine's next step, before clipping, by Hugging Face's
+    names.
+    """
+    from deepspeed.utils import safe_get_full_grad
+
+    named = dict(engine.model.named_parameters())
+    end_micro_batch = engine.zero.step
+
+    def record_gradients_first(loss: Tensor | None = None) -> None:
+        # Gradients are whole and unclipped between the last backward and the step.
+        if engine.deepspeed_engine.is_gradient_accumulation_boundary():
+            local = {name: safe_get_full_grad(weight) for name, weight in named.items()}
+            gradients.update(whole_tensors(engine, local))
+            engine.zero.step = end_micro_batch
+        end_micro_batch(loss)
+
+    engine.zero.step = record_gradients_first
 
 
 def drawn_batches(model: Any, topology: Any, seed: int, step: int, accumulation: int) -> list[Any]:

@@ -83,6 +83,8 @@ def engine_of(config: RunConfig, **options: Any) -> Any:
         "param_groups": run.param_groups,
         "router_bias_update_rate": run.training.router_bias_update_rate,
         "ema": None if run.training.ema is None else run.training.ema.decay,
+        "z_loss": run.training.z_loss,
+        "router_z_loss": run.training.router_z_loss,
         **options,
     }
     return TrainingEngine(hf_config, topology, config.engine_settings, **options)

@@ -69,6 +69,7 @@ class TrainingEngine:
         qk_clip_threshold, qk_clip_alpha: of QK-clip; None: none.
         router_bias_update_rate: of the routers' biases, see `BiasUpdate`; 0 leaves them.
         ema: decay of an average of the weights (`WeightAverage`); by default none is kept.
+        z_loss, router_z_loss: weights of the z-losses (model/z_loss.py).
         compiled: run training's elementwise work in kernels that torch compiles; "auto": on CUDA.
 
     Attributes:
@@ -82,7 +83,8 @@ class TrainingEngine:
 
     Raises:
         UserError: the sizes do not fit the topology, a group of `param_groups` selects nothing or
-            a part of a parameter, no router has a bias to update, or torch can't compile here.
+            a part of a parameter, no router has a bias to update, a weight of a z-loss is wrong,
+            or torch can't compile here.
     """
 
     def __init__(
@@ -102,6 +104,8 @@ class TrainingEngine:
         qk_clip_alpha: float = 0.5,
         router_bias_update_rate: float = 0.0,
         ema: float | None = None,
+        z_loss: float = 0.0,
+        router_z_loss: float = 0.0,
         compiled: bool | Literal["auto"] = False,
     ):
         self.topology = topology
@@ -109,15 +113,9 @@ class TrainingEngine:
         self.device = torch.device(device)
         disable_shared_memory_collectives()  # a script may not have called `connect_deepspeed`
         report_build_locks()
-        if isinstance(settings, Mapping):
-            raise UserError(
-                "TrainingEngine takes checked settings; for a dict use TrainingEngine.from_dict"
-            )
-        refuse_experts(settings, topology.expert)
+        _check_settings(settings, topology)
         check_qk_clip(qk_clip_threshold, config, settings)
         check_average(settings, ema)
-        # Before the model is built: a missing directory or header is found at once.
-        check_nvme(settings.zero_optimization.nvme_paths)
         self.zero = engine_of_stage(settings, topology)
         self.dtype: torch.dtype = getattr(torch, DTYPES[settings.dtype])
         self.model = self._make_model(config, model, source, seed)
@@ -125,6 +123,7 @@ class TrainingEngine:
         # drifting replicas would show it.
         audit(self.model, topology, local_shape)
         self._bias_update = BiasUpdate(self.model, topology, router_bias_update_rate)
+        self.model.set_z_losses(z_loss, router_z_loss)
         self.activations = self._activation_memory(settings, recompute)
         self.compiled = is_compiled(compiled, self.device)
         if self.compiled:
@@ -255,7 +254,7 @@ class TrainingEngine:
 
     @property
     def loss(self) -> float:
-        """Return the loss of the last step, equal on all ranks.
+        """Return the loss of the last step, without z-losses, equal on all ranks.
 
         The host waits for the device, unless the step has read it with the norm (`FusedUpdate`).
         """
@@ -277,8 +276,10 @@ class TrainingEngine:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Return the last step's other losses and accuracies, equal on all ranks. The host waits
-        as for `loss`.
+        """Return the last step's other losses and accuracies, equal on all ranks.
+
+        `aux_loss`, `z_loss` and `router_z_loss` are without their weights. The host waits as for
+        `loss`.
         """
         return dict(zip(self.model.metric_names, self._figures[1:].tolist(), strict=True))
 
@@ -343,7 +344,8 @@ class TrainingEngine:
 
         It minimises the mean loss over all labels of the global batch that are not ignored, however
         they are spread over micro-batches and ranks. For masked rows that is the loss of the masked
-        tokens, plus the rows' mean loss of sentence order. Without a label the loss is 0.
+        tokens, plus the rows' mean loss of sentence order. Without a label the loss is 0. Losses
+        of routers are means over micro-batches and replicas of theirs.
         All-reduces over DP: the numbers of labels, the loss, and the model's figures, such as
         accuracies, if it has any.
 
@@ -423,8 +425,10 @@ class TrainingEngine:
                 # Through DeepSpeed's engine: ZeRO-3 gathers parameters in hooks of its forward.
                 output = self._forward(self.deepspeed_engine, batch, **divisors)
             self._backward(output.loss)
-            for number, name in enumerate(("loss", *names)):
-                figures[number] += getattr(output, name).detach()
+            reported = output.loss if output.reported_loss is None else output.reported_loss
+            values = (reported, *(getattr(output, name) for name in names))
+            for number, value in enumerate(values):
+                figures[number] += value.detach()
             # Its graph would hold what layers keep beside saved tensors, such as experts' routes.
             del output
             if index < len(batches) - 1:
@@ -576,3 +580,14 @@ class TrainingEngine:
             arguments["next_sentence_label"] = labels[:, 0]
         batch = as_batch((ids, labels) if self.model.causal else arguments)
         self._forward(self.deepspeed_engine, batch, reduction="none")
+
+
+def _check_settings(settings: DeepSpeedSettings, topology: Topology) -> None:
+    """Check what a script may have given, before the model is built."""
+    if isinstance(settings, Mapping):
+        raise UserError(
+            "TrainingEngine takes checked settings; for a dict use TrainingEngine.from_dict"
+        )
+    refuse_experts(settings, topology.expert)
+    # A missing directory or header is found at once.
+    check_nvme(settings.zero_optimization.nvme_paths)

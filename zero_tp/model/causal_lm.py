@@ -21,6 +21,9 @@ from zero_tp.model.context import ForwardInputs, PackedSequences, document_ids_f
 from zero_tp.model.head import OutputLayer
 from zero_tp.model.parallel_model import ParallelModel, check_shape
 from zero_tp.model.router_balance import ChoiceCount, RouterBalance
+from zero_tp.model.router_loss import RouterLoss
+from zero_tp.model.z_loss import RouterZLoss
+from zero_tp.parallel.loss import TokenLoss
 from zero_tp.parallel.parameter import ParameterMaker
 from zero_tp.parallel.topology import Topology
 
@@ -36,10 +39,15 @@ class ScoredOutput(CausalLMOutputWithPast):
         greedy: whether each label is the argmax, shaped like `loss`; only with `reduction="none"`.
         aux_loss: the load-balancing loss of experts, without its coefficient, if it is a part of
             `loss`.
+        z_loss, router_z_loss: z-losses without their weights, if they are a part of `loss`.
+        reported_loss: `loss` without z-losses and gradient, if it has any.
     """
 
     greedy: Tensor | None = None
     aux_loss: Tensor | None = None
+    z_loss: Tensor | None = None
+    router_z_loss: Tensor | None = None
+    reported_loss: Tensor | None = None
 
 
 def next_tokens(labels: Tensor) -> Tensor:
@@ -97,11 +105,13 @@ class CausalLM(ParallelModel):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        return (
-            ("aux_loss",)
-            if self.spec.experts is not None and self.spec.experts.loss_weight is not None
-            else ()
-        )
+        experts = self.spec.experts
+        is_added = {
+            "aux_loss": experts is not None and experts.loss_weight is not None,
+            "z_loss": self.z_losses.token > 0,
+            "router_z_loss": self.z_losses.router > 0,
+        }
+        return tuple(name for name, is_part in is_added.items() if is_part)
 
     def metric_sums(
         self, output: Any, arguments: Mapping[str, Tensor]
@@ -160,52 +170,70 @@ class CausalLM(ParallelModel):
             `loss`: the mean over the labels that are not ignored, fp32, equal on all TP ranks. With
             `none` it has the labels' shape and is 0 for ignored ones; `greedy` is set. As in
             transformers, `output_router_logits` of a model with experts adds
-            `router_aux_loss_coef` times `aux_loss` to the mean.
+            `router_aux_loss_coef` times `aux_loss` to the mean. In training mode the model's
+            `z_losses` add theirs.
         """
         self._check_call("CausalLMOutputWithPast", reduction, return_dict)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
         per_token = reduction == "none"
         targets = self._targets(input_ids, labels, shift_labels, per_token=per_token)
-        loss = logits = greedy = aux_loss = balance = None
-        # Statistics are for the balancing loss, which is a part of the mean only.
+        fields: dict[str, Any] = {"cache": cache}
+        router_losses: dict[str, RouterLoss] = {}
+        # Losses of routers are a part of the mean only.
         if targets is not None and not per_token:
-            balance = self._router_balance(input_ids, attention_mask, unpadded_length)
+            router_losses = self._router_losses(input_ids, attention_mask, unpadded_length)
         choice_count = None
         if self.counts_choices:
             choice_count = ChoiceCount(_tokens(input_ids, attention_mask, unpadded_length))
         inputs = (input_ids, attention_mask, position_ids, document_ids, cache, token_type_ids)
         hidden, sequence = self.hidden_states(
             *inputs,
-            balance=balance,
+            router_losses=tuple(router_losses.values()),
             choice_count=choice_count,
             unpadded_length=unpadded_length,
         )
         if choice_count is not None:
             choice_count.complete()
-        if balance is not None:
+        for name, router_loss in router_losses.items():
             # Before the head, so that its backward runs before those of the layers, whose routers
             # need it.
-            hidden, aux_loss = balance.loss(hidden)
+            hidden, fields[name] = router_loss.loss(hidden)
         if targets is not None:
-            loss, greedy = self._losses(
-                hidden, targets, aux_loss, sequence, per_token, num_items_in_batch
-            )
+            # Sequence first, like the hidden states.
+            labels = targets.transpose(0, 1).contiguous()
+            if per_token:
+                scores = self.head(hidden, labels, sequence=sequence, per_token=True)
+                fields["loss"] = scores.nll.transpose(0, 1)
+                fields["greedy"] = scores.greedy.transpose(0, 1)
+            else:
+                losses = fields.get("aux_loss"), fields.get("router_z_loss")
+                fields |= self._losses(hidden, labels, *losses, sequence, num_items_in_batch)
         if return_logits or targets is None:
-            logits = self.head(hidden, None, sequence=sequence, keep=logits_to_keep).transpose(0, 1)
-        return ScoredOutput(loss=loss, logits=logits, cache=cache, greedy=greedy, aux_loss=aux_loss)
+            logits = self.head(hidden, None, sequence=sequence, keep=logits_to_keep)
+            fields["logits"] = logits.transpose(0, 1)
+        return ScoredOutput(**fields)
 
-    def _router_balance(
+    def _router_losses(
         self, input_ids: Tensor, attention_mask: Tensor | None, unpadded_length: int | None
-    ) -> RouterBalance | None:
-        """Return statistics of the routers that count no padding; None without a load-balancing
-        loss.
+    ) -> dict[str, RouterLoss]:
+        """Return the losses of the routers' logits, which count no padding, by their names in the
+        output.
         """
         experts = self.spec.experts
-        if experts is None or experts.loss_weight is None:
-            return None
-        counted = _tokens(input_ids, attention_mask, unpadded_length)
-        return RouterBalance(experts, counted, self.topology.tensor, input_ids.device)
+        losses: dict[str, RouterLoss] = {}
+        if experts is None:
+            return losses
+        common = (
+            _tokens(input_ids, attention_mask, unpadded_length),
+            self.topology.tensor,
+            input_ids.device,
+        )
+        if experts.loss_weight is not None:
+            losses["aux_loss"] = RouterBalance(experts, *common)
+        if self.active_z_losses.router:
+            losses["router_z_loss"] = RouterZLoss(*common)
+        return losses
 
     def _targets(
         self,
@@ -233,26 +261,31 @@ class CausalLM(ParallelModel):
     def _losses(
         self,
         hidden: Tensor,
-        targets: Tensor,
+        labels: Tensor,
         aux_loss: Tensor | None,
+        router_z_loss: Tensor | None,
         sequence: bool,
-        per_token: bool,
         divisor: Tensor | float | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the scalar loss and None; with `per_token` each label's loss and whether it is
-        the argmax.
+    ) -> dict[str, Tensor | None]:
+        """Return the scalar loss of labels [s, b] that training minimises, and its parts that logs
+        show.
         """
-        # Sequence first, like the hidden states.
-        labels = targets.transpose(0, 1).contiguous()
-        loss, greedy = self.head(
-            hidden, labels, sequence=sequence, per_token=per_token, divisor=divisor
+        weights = self.active_z_losses
+        tokens: TokenLoss = self.head(
+            hidden, labels, sequence=sequence, divisor=divisor, z_loss_weight=weights.token
         )
-        if per_token:
-            return loss.transpose(0, 1), greedy.transpose(0, 1)
-        if aux_loss is not None:
+
+        def with_balance(loss: Tensor) -> Tensor:
+            if aux_loss is None:
+                return loss
             assert self.spec.experts is not None and self.spec.experts.loss_weight is not None
-            loss = loss + self.spec.experts.loss_weight * aux_loss
-        return loss, None
+            return loss + self.spec.experts.loss_weight * aux_loss
+
+        loss = with_balance(tokens.loss)
+        if router_z_loss is not None:
+            loss = loss + weights.router * router_z_loss
+        reported = with_balance(tokens.cross_entropy).detach() if any(weights) else None
+        return {"loss": loss, "z_loss": tokens.z_loss, "reported_loss": reported}
 
     def hidden_states(
         self,
@@ -263,7 +296,7 @@ class CausalLM(ParallelModel):
         cache: Cache | None = None,
         token_type_ids: Tensor | None = None,
         *,
-        balance: RouterBalance | None = None,
+        router_losses: tuple[RouterLoss, ...] = (),
         choice_count: ChoiceCount | None = None,
         unpadded_length: int | None = None,
     ) -> tuple[Tensor, bool]:
@@ -271,7 +304,7 @@ class CausalLM(ParallelModel):
         Arguments: see `forward`.
 
         Args:
-            balance, choice_count: see `ForwardInputs`.
+            router_losses, choice_count: see `ForwardInputs`.
         """
         self._check_shapes(
             input_ids,
@@ -297,7 +330,9 @@ class CausalLM(ParallelModel):
         ):
             document_ids = document_ids_from_positions(position_ids.expand(*input_ids.shape))
         packed = None if document_ids is None else self._pack(document_ids, input_ids.device)
-        inputs = ForwardInputs(attention_mask, position_ids, packed, cache, balance, choice_count)
+        inputs = ForwardInputs(
+            attention_mask, position_ids, packed, cache, router_losses, choice_count
+        )
         # Sequence first: shards of the sequence are then contiguous, as collectives need them.
         hidden: Tensor = self.transformer(
             input_ids.t().contiguous(), inputs=inputs, types=types, sequence=sequence

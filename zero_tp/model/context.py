@@ -18,7 +18,8 @@ from transformers.cache_utils import Cache
 
 from zero_tp.model.architectures.spec import Rotary
 from zero_tp.model.position import Rotation
-from zero_tp.model.router_balance import ChoiceCount, RouterBalance
+from zero_tp.model.router_balance import ChoiceCount
+from zero_tp.model.router_loss import RouterLoss
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -217,7 +218,7 @@ class ForwardInputs:
             length (`Rotary.by_length`), reading the greatest position synchronises with the device.
         packed: the documents packed in the rows; a token attends to its own.
         cache: keys and values of earlier tokens; gets the present ones.
-        balance: statistics of the routers, for the load-balancing loss.
+        router_losses: of the routers' logits, such as the load-balancing loss.
         choice_count: counts the experts that tokens choose, for the update of routers' biases.
     """
 
@@ -225,7 +226,7 @@ class ForwardInputs:
     positions: Tensor | None = None
     packed: PackedSequences | None = None
     cache: Cache | None = None
-    balance: RouterBalance | None = None
+    router_losses: tuple[RouterLoss, ...] = ()
     choice_count: ChoiceCount | None = None
 
     @property
@@ -244,7 +245,7 @@ class ForwardContext:
         rotations: of this forward's positions, for each rotary part of the spec.
         cache: keys and values of earlier tokens, of this rank's KV heads; `update` adds the present
             ones.
-        balance, choice_count: see ForwardInputs.
+        router_losses, choice_count: see ForwardInputs.
         routes: by layer, where the rows of its tokens go under expert parallelism (model/moe.py).
     """
 
@@ -252,6 +253,6 @@ class ForwardContext:
     masks: dict[int | None, Mask]
     rotations: Mapping[Rotary, Rotation] = field(default_factory=dict)
     cache: Cache | None = None
-    balance: RouterBalance | None = None
+    router_losses: tuple[RouterLoss, ...] = ()
     choice_count: ChoiceCount | None = None
     routes: dict[nn.Module, Route] = field(default_factory=dict)

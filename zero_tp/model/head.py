@@ -18,7 +18,7 @@ from zero_tp.parallel.elementwise import ElementwiseModule
 from zero_tp.parallel.layout import split_vocabulary
 from zero_tp.parallel.linear import ReplicatedLinear
 from zero_tp.parallel.logits import LogitMap, vocab_parallel_logits
-from zero_tp.parallel.loss import vocab_parallel_cross_entropy
+from zero_tp.parallel.loss import TokenLoss, vocab_parallel_cross_entropy
 from zero_tp.parallel.parameter import ConstantInit, Normal, ParameterMaker
 from zero_tp.parallel.token_scores import TokenScores, vocab_parallel_token_scores
 
@@ -66,14 +66,16 @@ class OutputLayer(ElementwiseModule):
         per_token: bool = False,
         divisor: Tensor | float | None = None,
         accuracy: bool = False,
+        z_loss_weight: float = 0.0,
         keep: int | Tensor = 0,
-    ) -> Tensor | tuple[Tensor, Tensor] | TokenScores:
+    ) -> Tensor | TokenLoss | TokenScores:
         """Compute losses, scores or logits from hidden states [s, b, h], a shard when `sequence`.
 
         Without labels, return the logits [s, b, v] of the last `keep` positions, or of those it
         lists; 0: all. With labels [s, b] and `per_token`, return each label's scores. Otherwise
-        return the scalar loss (the sum divided by `divisor`, by default the mean) and the number of
-        labels that are the argmax (0 unless `accuracy`).
+        return the scalar loss (the sum divided by `divisor`, by default the mean, and the z-loss
+        times `z_loss_weight`) and the number of labels that are the argmax (0 unless
+        `accuracy`).
         """
         common: dict[str, Any] = {
             "bias": self.bias,
@@ -86,6 +88,7 @@ class OutputLayer(ElementwiseModule):
                 "sequence": sequence,
                 "divisor": divisor,
                 "accuracy": accuracy,
+                "z_loss_weight": z_loss_weight,
                 "ops": self.elementwise,
             }
             return vocab_parallel_cross_entropy(hidden, self.weight, labels, **common)
@@ -124,7 +127,8 @@ class MaskedTokenHead(nn.Module):
         *,
         per_token: bool = False,
         divisor: Tensor | float | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        z_loss_weight: float = 0.0,
+    ) -> Tensor | TokenLoss | tuple[Tensor, Tensor]:
         """Compute logits or losses from hidden states [n, h].
 
         Without labels, return the logits [n, v]. With labels [n], return the loss and the number of
@@ -135,10 +139,14 @@ class MaskedTokenHead(nn.Module):
         if labels is None:
             logits: Tensor = self.decoder(inputs, None)
             return logits.squeeze(1)
-        scores, correct = self.decoder(
-            inputs, labels.unsqueeze(1), per_token=per_token, divisor=divisor, accuracy=True
+        columns = labels.unsqueeze(1)
+        if per_token:
+            scores: TokenScores = self.decoder(inputs, columns, per_token=True)
+            return scores.nll.squeeze(1), scores.greedy.squeeze(1)
+        loss: TokenLoss = self.decoder(
+            inputs, columns, divisor=divisor, accuracy=True, z_loss_weight=z_loss_weight
         )
-        return (scores.squeeze(1), correct.squeeze(1)) if per_token else (scores, correct)
+        return loss
 
 
 class SentenceHead(nn.Module):

@@ -22,7 +22,7 @@ from zero_tp.model.context import ForwardInputs
 from zero_tp.model.head import MaskedTokenHead, SentenceHead
 from zero_tp.model.parallel_model import ParallelModel, check_shape
 from zero_tp.parallel.collectives import gather_rows
-from zero_tp.parallel.loss import nonzero_divisor
+from zero_tp.parallel.loss import TokenLoss, nonzero_divisor
 from zero_tp.parallel.parameter import ParameterMaker
 
 
@@ -31,13 +31,15 @@ class PreTrainingOutput(ModelOutput):
     """The first three fields are those of transformers' BertForPreTrainingOutput.
 
     Attributes:
-        loss: masked_loss + sentence_loss, or the one that exists.
+        loss: masked_loss + sentence_loss, or the one that exists, and the weighted z-loss.
         prediction_logits: [b, s, v], whole on every TP rank and without gradient.
         seq_relationship_logits: [b, 2], without gradient.
-        masked_loss: of the masked tokens.
+        masked_loss: of the masked tokens, without the z-loss.
         sentence_loss: of the order of the segments.
         masked_accuracy, sentence_accuracy: share of correct argmaxes, with the losses' divisors,
             fp32 without gradient; with `reduction="none"` bool [b, s] and [b].
+        z_loss: of the masked tokens' logits, without its weight, if it is a part of `loss`.
+        reported_loss: `loss` without the z-loss and gradient, if it has one.
     """
 
     loss: Tensor | None = None
@@ -47,6 +49,8 @@ class PreTrainingOutput(ModelOutput):
     sentence_loss: Tensor | None = None
     masked_accuracy: Tensor | None = None
     sentence_accuracy: Tensor | None = None
+    z_loss: Tensor | None = None
+    reported_loss: Tensor | None = None
 
 
 METRIC_NAMES = ("masked_loss", "masked_accuracy", "sentence_loss", "sentence_accuracy")
@@ -55,6 +59,12 @@ METRIC_NAMES = ("masked_loss", "masked_accuracy", "sentence_loss", "sentence_acc
 def labelled_positions(labels: Tensor) -> Tensor:
     """Return the flat indices of labels [b, s] that are not ignored, ascending. [n]"""
     return (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+
+
+def _total(*losses: Tensor | None) -> Tensor | None:
+    """Return the sum of the losses that exist; None without one."""
+    present = [loss for loss in losses if loss is not None]
+    return sum(present[1:], present[0]) if present else None
 
 
 class MaskedLM(ParallelModel):
@@ -77,7 +87,8 @@ class MaskedLM(ParallelModel):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        return METRIC_NAMES if self.spec.sentence_head else ("masked_accuracy",)
+        names = METRIC_NAMES if self.spec.sentence_head else ("masked_accuracy",)
+        return (*names, "z_loss") if self.z_losses.token else names
 
     def metric_sums(
         self, output: Any, arguments: Mapping[str, Tensor]
@@ -157,11 +168,12 @@ class MaskedLM(ParallelModel):
             input_ids.t().contiguous(), inputs=inputs, types=types, sequence=sequence
         )
         output = PreTrainingOutput()
+        token_loss = None
         if labels is not None:
             # `nonzero` waits for the device, because its result's length is data. A run counts on
             # the host.
             places = labelled_positions(labels) if label_places is None else label_places
-            self._score_tokens(
+            token_loss = self._score_tokens(
                 output, hidden, labels, places, sequence, reduction, num_items_in_batch
             )
         returns_logits = bool(return_logits) or labels is None
@@ -169,8 +181,11 @@ class MaskedLM(ParallelModel):
             self._score_sentences(
                 output, hidden, next_sentence_label, sequence, reduction, num_rows_in_batch
             )
-        losses = [loss for loss in (output.masked_loss, output.sentence_loss) if loss is not None]
-        output.loss = sum(losses[1:], losses[0]) if losses and reduction == "mean" else None
+        if reduction == "mean":
+            output.loss = _total(token_loss, output.sentence_loss)
+        if output.z_loss is not None:
+            reported = _total(output.masked_loss, output.sentence_loss)
+            output.reported_loss = None if reported is None else reported.detach()
         if returns_logits:
             output.prediction_logits = self._all_logits(hidden, input_ids.shape, sequence)
         return output
@@ -220,8 +235,10 @@ class MaskedLM(ParallelModel):
         sequence: bool,
         reduction: str,
         divisor: Tensor | float | None,
-    ) -> None:
-        """Fill in the losses of the labels at `places`."""
+    ) -> Tensor | None:
+        """Fill in the losses of the labels at `places`, and return what training minimises of
+        them; None for `reduction="none"`.
+        """
         batch, length = labels.shape
         if not len(places):
             # Score an ignored label, so that every weight gets a gradient of 0.
@@ -235,11 +252,13 @@ class MaskedLM(ParallelModel):
         )
         targets = labels.flatten()[places]
         if reduction == "mean":
-            output.masked_loss, correct = self.head(rows, targets, divisor=divisor)
-            output.masked_accuracy = correct / (
+            weight = self.active_z_losses.token
+            tokens: TokenLoss = self.head(rows, targets, divisor=divisor, z_loss_weight=weight)
+            output.masked_loss, output.z_loss = tokens.cross_entropy, tokens.z_loss
+            output.masked_accuracy = tokens.correct / (
                 len(targets) if divisor is None else nonzero_divisor(divisor)
             )
-            return
+            return tokens.loss
         loss, correct = self.head(rows, targets, per_token=True)
         output.masked_loss = (
             loss.new_zeros(batch * length).index_put((places,), loss).view(batch, length)
@@ -247,6 +266,7 @@ class MaskedLM(ParallelModel):
         output.masked_accuracy = (
             correct.new_zeros(batch * length).index_put((places,), correct).view(batch, length)
         )
+        return None
 
     def _score_sentences(
         self,

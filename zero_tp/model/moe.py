@@ -89,8 +89,8 @@ class Router(nn.Module, ABC):
         if context.sequence:
             logits = gather_from_sequence_region(logits, group)
         scores = self.scores(logits)
-        if context.balance is not None:
-            context.balance.observe(logits, scores)
+        for router_loss in context.router_losses:
+            router_loss.observe(logits, scores)
         if chosen is None:
             chosen = self.choose(logits, scores)
         # By the scores, to which the load-balancing loss adds its gradient.

@@ -24,6 +24,7 @@ from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.position import LearnedEmbedding
 from zero_tp.model.transformer import Transformer, TransformerLayer
 from zero_tp.model.wrapper_checks import WrapperChecks
+from zero_tp.model.z_loss import ZLossWeights, check_z_losses
 from zero_tp.parallel.embedding import VocabParallelEmbedding
 from zero_tp.parallel.gradients import GradientHooks
 from zero_tp.parallel.layout import copy_layout, whole_shape
@@ -75,6 +76,8 @@ class ParallelModel(WrapperChecks, ABC):
     """Whether the model's architectures are causal decoders."""
     counts_choices = False
     """Whether forwards count the experts that tokens choose (`engine/bias_update.py` sets it)."""
+    z_losses = ZLossWeights()
+    """Of the training loss (`set_z_losses`)."""
     generation_config: Any = None  # transformers' classes declare its type
 
     def __init__(self, config: PretrainedConfig, topology: Topology | None = None, **options: Any):
@@ -242,6 +245,21 @@ class ParallelModel(WrapperChecks, ABC):
     @abstractmethod
     def _make_heads(self, make: ParameterMaker) -> None:
         """Make the heads, which turn hidden states into losses."""
+
+    def set_z_losses(self, z_loss: float, router_z_loss: float) -> None:
+        """Set the weights of the z-losses that training adds to the loss.
+
+        Raises:
+            UserError: a weight is negative or not finite, or the model has no routers.
+        """
+        weights = ZLossWeights(z_loss, router_z_loss)
+        check_z_losses(self.spec, self.config.model_type, weights)
+        self.z_losses = weights
+
+    @property
+    def active_z_losses(self) -> ZLossWeights:
+        """Return the weights of this forward's z-losses: an evaluation has none."""
+        return self.z_losses if self.training else ZLossWeights()
 
     @property
     def metric_names(self) -> tuple[str, ...]:

@@ -9,51 +9,19 @@ in fₑ and Pₑ. DeepSpeed averages over micro-batches and DP ranks.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from zero_tp.model.architectures.spec import ExpertsSpec
+from zero_tp.model.router_loss import RouterLoss
 
 
-class _Loss(torch.autograd.Function):
-    """Return the hidden states and the loss. Its backward precedes those of all layers, which
-    read the gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, balance: RouterBalance) -> tuple[Tensor, Tensor]:
-        ctx.balance = balance
-        fraction = balance.choices / balance.tokens
-        probability = balance.probability_sums / balance.tokens
-        # The hidden states pass through, so that this backward runs before that of any layer.
-        return hidden.view_as(hidden), balance.experts.count * (fraction * probability).sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, loss_gradient: Tensor) -> tuple[Tensor, None]:
-        balance: RouterBalance = ctx.balance
-        # Counts have no gradient. With T counted tokens, E · Σₑ fₑ Pₑ has the gradient E · fₑ / T
-        # for every counted token's probability of expert e, and fₑ is choices / T.
-        share = balance.choices / balance.tokens / balance.tokens
-        balance.gradient = loss_gradient * balance.experts.count * share / balance.tensor_size
-        return gradient, None
-
-
-class RouterBalance:
+class RouterBalance(RouterLoss):
     """Count the routers' choices in one forward, and give their probabilities the loss's gradient.
-
-    Layers do not return the statistics, because a recomputed layer keeps and returns only the
-    residual stream. A router that runs again in backward is not counted again.
-
-        forward     layer 1: observe    layer 2: observe    loss: statistics are complete
-        backward    loss: sets `gradient`    layer 2: adds it    layer 1: adds it
 
     Args:
         experts: the spec's settings.
-        mask: [b, s], 1 for a token and 0 for padding, which is not counted; None without padding.
-        tensor_size: t, which divides the loss's gradient: every TP rank adds the same one, and
-            backward sums them.
+        mask, tensor_size: see `RouterLoss`.
         device: where the routers compute.
 
     Attributes:
@@ -66,24 +34,16 @@ class RouterBalance:
     def __init__(
         self, experts: ExpertsSpec, mask: Tensor | None, tensor_size: int, device: torch.device
     ):
+        super().__init__(mask, tensor_size)
         self.experts = experts
-        self.tensor_size = tensor_size
-        # [s·b, 1], in the routers' order.
-        self._mask = None if mask is None else mask.t().float().reshape(-1, 1)
-        self._is_counted = False
         self.gradient: Tensor | None = None
         self.choices, self.probability_sums = torch.zeros(
             2, experts.count, dtype=torch.float32, device=device
         )
         self.tokens: Tensor | float = 0.0
 
-    def observe(self, logits: Tensor, probabilities: Tensor) -> None:
-        """Count one layer's choices, and add the loss's gradient to that of its probabilities.
-
-        Args:
-            logits, probabilities: [n, E].
-        """
-        if not self._is_counted:
+    def observe(self, logits: Tensor, scores: Tensor) -> None:
+        if not self._is_complete:
             # transformers' loss computes softmax and top-k again, in the logits' dtype.
             rounded = logits.detach().softmax(-1)
             chosen = rounded.topk(self.experts.per_token, dim=-1).indices
@@ -99,22 +59,24 @@ class RouterBalance:
             self.tokens = self.tokens + tokens
         # A recomputed layer runs first without a graph; its hook is set when backward runs it
         # again.
-        if probabilities.requires_grad:
-            probabilities.register_hook(self._add_gradient)
+        if scores.requires_grad:
+            scores.register_hook(self._add_gradient)
 
     def _add_gradient(self, gradient: Tensor) -> Tensor:
         if self.gradient is None:  # the loss was not used
             return gradient
         return gradient + (self.gradient if self._mask is None else self._mask * self.gradient)
 
-    def loss(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the layers' output and the loss, fp32 scalar without its coefficient.
+    def value(self) -> Tensor:
+        fraction = self.choices / self.tokens
+        probability = self.probability_sums / self.tokens
+        return self.experts.count * (fraction * probability).sum()
 
-        Use this output instead of `hidden`: its backward sets the routers' gradient.
-        """
-        self._is_counted = True
-        outputs: tuple[Tensor, Tensor] = _Loss.apply(hidden, self)
-        return outputs
+    def receive_gradient(self, gradient: Tensor) -> None:
+        # Counts have no gradient. With T counted tokens, E · Σₑ fₑ Pₑ has the gradient E · fₑ / T
+        # for every counted token's probability of expert e, and fₑ is choices / T.
+        share = self.choices / self.tokens / self.tokens
+        self.gradient = gradient * self.experts.count * share / self.tensor_size
 
 
 class ChoiceCount:

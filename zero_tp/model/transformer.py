@@ -336,7 +336,7 @@ class Transformer(nn.Module):
             for rotary in rotaries
         }
         return ForwardContext(
-            sequence, masks, rotations, cache, inputs.balance, inputs.choice_count
+            sequence, masks, rotations, cache, inputs.router_losses, inputs.choice_count
         )
 
     def _scaled_length(self, length: int) -> int:

@@ -14,12 +14,16 @@ that fit a cache, before one GEMM for each gradient. For x = hidden Wᵀ, one ro
     d/dx      p - e_y         in the place of x; e_y is 1 at column y, on the rank that has it
     d/dh      (p - e_y) W     a part on each rank, so it is summed over TP
     d/dW      (p - e_y)ᵀ h    this rank's rows only: nothing is sent
+
+A z-loss (arXiv 2204.02311, section 5) adds z · log²(Σ exp(x)), whose gradient is a factor of p:
+
+    d/dx      p (1 + 2 z log Σ exp(x)) - e_y
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +90,74 @@ def accumulates_in_fp32(sequence: int, positions: int, dtype: torch.dtype) -> bo
     return positions < sequence or dtype == torch.float16
 
 
+class TokenLoss(NamedTuple):
+    """The loss of a batch's labels, fp32 scalars that are equal on all TP ranks.
+
+    Attributes:
+        loss: what training minimises: cross_entropy + z_loss times its weight.
+        correct: the number of labels that are the argmax; 0 if it was not counted.
+        cross_entropy: without a weight of the z-loss it is `loss`, else without gradient.
+        z_loss: mean of the squared log-sum-exp, without gradient; None without a weight.
+    """
+
+    loss: Tensor
+    correct: Tensor
+    cross_entropy: Tensor
+    z_loss: Tensor | None
+
+
+class _RowScores(NamedTuple):
+    """What a block's softmax gives each row, [n].
+
+    Attributes:
+        log_probability: of the target.
+        maximum: this rank's greatest logit. factor: probability = exp(logit - maximum) · factor.
+        greatest: the greatest logit of all ranks. log_total: log Σ exp(logit - greatest).
+        is_argmax: whether the target is the argmax; None if it was not asked.
+    """
+
+    log_probability: Tensor
+    maximum: Tensor
+    factor: Tensor
+    greatest: Tensor
+    log_total: Tensor
+    is_argmax: Tensor | None
+
+    def log_sum_exp(self, is_counted: Tensor) -> Tensor:
+        """Return log Σ exp(logit) of each counted row, 0 of the others."""
+        return (self.greatest + self.log_total).masked_fill(~is_counted, 0.0)
+
+
+class _Sums:
+    """Sums over the counted labels of all blocks, fp32 scalars.
+
+    Args:
+        z_loss_weight: weight of the squared log-sum-exp; without one it is not summed.
+    """
+
+    def __init__(self, device: torch.device, z_loss_weight: float):
+        self.entropy = torch.zeros((), dtype=torch.float32, device=device)
+        self.correct = torch.zeros_like(self.entropy)
+        self.squares: Tensor | float = 0.0
+        self.z_loss_weight = z_loss_weight
+
+    def add(self, scores: _RowScores, is_counted: Tensor) -> None:
+        """Add a block's rows."""
+        self.entropy -= scores.log_probability.masked_fill(~is_counted, 0.0).sum()
+        if self.z_loss_weight:
+            self.squares = self.squares + scores.log_sum_exp(is_counted).square().sum()
+        if scores.is_argmax is not None:
+            self.correct += (scores.is_argmax & is_counted).sum()
+
+    def outputs(self, denominator: Tensor) -> tuple[Tensor, ...]:
+        """Return the fields of `TokenLoss`; the first two without a z-loss."""
+        mean = self.entropy / denominator
+        if not self.z_loss_weight:
+            return mean, self.correct
+        total = self.entropy + self.z_loss_weight * self.squares
+        return total / denominator, self.correct, mean, self.squares / denominator
+
+
 def _max_and_sum_exp(logits: Tensor, valid: int) -> tuple[Tensor, Tensor]:
     """Return each row's maximum and the sum of exp(logit - maximum), fp32 [n]."""
     wide = mask_padding_(logits.float(), valid)
@@ -115,16 +187,14 @@ def _to_probabilities_(
     logits.copy_(_probabilities(logits, maximum, factor, valid).mul_(slope))
 
 
-def _log_probability(
+def _row_scores(
     logits: Tensor, target: Tensor, valid: int, group: Group, ops: ElementwiseOps, accuracy: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return (log-probability of the target, this rank's maximum, factor, whether the target is the
-    argmax), [n] each.
+) -> _RowScores:
+    """Return the softmax's statistics of each row; the argmax is computed if `accuracy`.
 
-    probability = exp(logit - maximum) · factor; the argmax is computed if `accuracy`. `target` [n]
-    is a column of this rank's logits, or -1 if another rank has it. The maximum is subtracted
-    before the logarithm of the sum: adding the two first would round the loss to the maximum's last
-    digit.
+    `target` [n] is a column of this rank's logits, or -1 if another rank has it. The maximum is
+    subtracted before the logarithm of the sum: adding the two first would round the loss to the
+    maximum's last digit.
     """
     target_logit = (
         logits.gather(1, target.clamp(min=0).unsqueeze(1))
@@ -144,9 +214,15 @@ def _log_probability(
         )
         extra = torch.stack((target_logit, is_local_argmax.float()))
     softmax = all_gather_softmax(maximum, total, extra, group)
-    log_probability = softmax.extra[:, 0].sum(0) - softmax.greatest - softmax.total.log()
-    correct = softmax.is_argmax(softmax.extra[:, 1] == 1) if accuracy else None
-    return log_probability, maximum, (maximum - softmax.greatest).exp() / softmax.total, correct
+    log_total = softmax.total.log()
+    return _RowScores(
+        softmax.extra[:, 0].sum(0) - softmax.greatest - log_total,
+        maximum,
+        (maximum - softmax.greatest).exp() / softmax.total,
+        softmax.greatest,
+        log_total,
+        softmax.is_argmax(softmax.extra[:, 1] == 1) if accuracy else None,
+    )
 
 
 def _to_logit_gradients_(
@@ -239,6 +315,18 @@ def _divisor(divisor: Tensor | float | None, counted: Tensor, hidden: Tensor) ->
     return divisor.to(hidden.device, torch.float32)
 
 
+def _gradient_factor(scores: _RowScores, is_counted: Tensor, z_loss_weight: float) -> Tensor:
+    """Return the factor of exp(logit - maximum) in the gradient of a row's logits, [n].
+
+    It is that of the probability, 0 in ignored rows. The z-loss's gradient is 2 z log Σ exp(logit)
+    times the probability.
+    """
+    factor = scores.factor.masked_fill(~is_counted, 0.0)
+    if z_loss_weight:
+        factor *= 1.0 + 2.0 * z_loss_weight * scores.log_sum_exp(is_counted)
+    return factor
+
+
 def _block(
     hidden: Tensor, labels: Tensor, counted: Tensor, positions: slice, first: int, valid: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -272,9 +360,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         accuracy: bool,
         differentiate: bool,
         logit_map: LogitMap,
+        z_loss_weight: float,
         ops: ElementwiseOps,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Return (loss, number of labels that are the argmax), and save the gradients.
+
+        With a weight of the z-loss, the other fields of `TokenLoss` follow.
 
         - `needs_input_grad` says what the tensors require, under `no_grad` too: `differentiate` is
           false there.
@@ -292,8 +383,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = needs
         counted = labels != ignore
         denominator = _divisor(divisor, counted, hidden)
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        correct = torch.zeros_like(loss)
+        sums = _Sums(hidden.device, z_loss_weight)
         hidden_gradient = weight_gradient = bias_gradient = None
         if needs_hidden:
             # Contiguous, because each block is written through a flattened view.
@@ -308,15 +398,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             positions = slice(start, start + step)
             block, target, is_counted = _block(hidden, labels, counted, positions, first, valid)
             logits = map_logits_(F.linear(block, weight, bias), logit_map, ops)
-            log_probability, maximum, factor, is_argmax = _log_probability(
-                logits, target, valid, group, ops, accuracy
-            )
-            loss -= log_probability.masked_fill(~is_counted, 0.0).sum()
-            if is_argmax is not None:
-                correct += (is_argmax & is_counted).sum()
+            scores = _row_scores(logits, target, valid, group, ops, accuracy)
+            sums.add(scores, is_counted)
             if any(needs):
-                factor = factor.masked_fill(~is_counted, 0.0)
-                _to_logit_gradients_(logits, target, valid, maximum, factor, logit_map, ops)
+                factor = _gradient_factor(scores, is_counted, z_loss_weight)
+                _to_logit_gradients_(logits, target, valid, scores.maximum, factor, logit_map, ops)
             if hidden_gradient is not None:
                 torch.matmul(logits, weight, out=hidden_gradient[positions].flatten(0, 1))
             if bias_gradient is not None:
@@ -330,11 +416,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_gradient = (reduce_scatter if sequence else all_reduce)(hidden_gradient, group)
         ctx.save_for_backward(hidden_gradient, weight_gradient, bias_gradient, denominator)
         ctx.dtypes = hidden.dtype, weight.dtype
-        ctx.mark_non_differentiable(correct)
-        return loss / denominator, correct
+        outputs = sums.outputs(denominator)
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden_gradient, weight_gradient, bias_gradient, denominator = ctx.saved_tensors
         # The mean over no token is 0/0 = nan and its gradient zero, as in torch.
         scale = gradient.float() / denominator.masked_fill(denominator == 0, 1.0)
@@ -343,7 +430,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             _scaled(hidden_gradient, scale, hidden_dtype),
             _scaled(weight_gradient, scale, weight_dtype),
             _scaled(bias_gradient, scale, weight_dtype),
-            *(None,) * 10,
+            *(None,) * 11,
         )
 
 
@@ -360,8 +447,9 @@ def vocab_parallel_cross_entropy(
     divisor: Tensor | float | None = None,
     accuracy: bool = False,
     logit_map: LogitMap = LogitMap(),  # noqa: B008 (immutable)
+    z_loss_weight: float = 0.0,
     ops: ElementwiseOps = CHUNKED,
-) -> tuple[Tensor, Tensor]:
+) -> TokenLoss:
     """Return the mean cross entropy of `hidden` Wᵀ + `bias` against `labels`, and how many labels
     are the argmax.
 
@@ -380,11 +468,12 @@ def vocab_parallel_cross_entropy(
         accuracy: count the labels that are the argmax, or else return 0. It takes another pass over
             the logits, and one number more a token in the all-gather.
         logit_map: function of each logit.
+        z_loss_weight: of the mean of log²(Σ exp(logit)) with the same divisor, which the loss
+            adds (arXiv 2204.02311, section 5).
         ops: runs the softmax, and chooses the blocks.
 
     Returns:
-        fp32 scalars, equal on all TP ranks. The loss is nan if every label is ignored, as in torch,
-        but 0 with a `divisor`.
+        The loss is nan if every label is ignored, as in torch, but 0 with a `divisor`.
     """
     # Grad mode is passed on, because torch disables it inside an autograd function's forward.
     options = (
@@ -396,7 +485,8 @@ def vocab_parallel_cross_entropy(
         accuracy,
         torch.is_grad_enabled(),
         logit_map,
+        z_loss_weight,
         ops,
     )
-    loss, correct = _LinearCrossEntropy.apply(hidden, weight, bias, labels, *options)
-    return loss, correct
+    loss, correct, *parts = _LinearCrossEntropy.apply(hidden, weight, bias, labels, *options)
+    return TokenLoss(loss, correct, *(parts or (loss, None)))

@@ -131,6 +131,8 @@ def _build_engine(
         qk_clip_alpha=block.training.qk_clip_alpha,
         router_bias_update_rate=block.training.router_bias_update_rate,
         ema=None if block.training.ema is None else block.training.ema.decay,
+        z_loss=block.training.z_loss,
+        router_z_loss=block.training.router_z_loss,
         compiled=block.compile,
     )
 

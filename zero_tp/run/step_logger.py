@@ -287,8 +287,8 @@ def format_step(
     for name, value in values.items():
         if name.endswith("_accuracy"):
             cells[name.replace("_accuracy", " right")] = f"{value:.1%}"
-        elif name == "aux_loss":
-            cells["aux loss"] = format_number(value)
+        elif name in ("aux_loss", "z_loss", "router_z_loss"):
+            cells[name.replace("_", " ")] = format_number(value)
     cells |= {
         "lr": f"{values['learning_rate']:.2e}",
         "grad norm": format_number(values["grad_norm"]),

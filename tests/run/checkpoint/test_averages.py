@@ -214,7 +214,7 @@ def test_a_mean_of_checkpoints_is_that_of_their_masters(
     assert found.keys() == exports[0].keys()
     for name, tensor in found.items():
         parts = zip(exports, shares, strict=True)
-        expected = sum(export[name].double() * share for export, share in parts)
+        expected: Any = sum(export[name].double() * share for export, share in parts)
         # The last bit depends on the order of fp64's sum.
         torch.testing.assert_close(tensor, expected.float(), rtol=2**-23, atol=0)
 

@@ -82,8 +82,13 @@ def test_a_card_names_the_average(tmp_path: Path) -> None:
     """The losses are those of the run's own weights."""
     source = run(tmp_path / "run", kinds=(*KINDS, "ema"))
     write_checkpoint(source, tiny_gpt2_config(), step=1000)
-    averaged = {"source": source / "checkpoints" / "step_00000020", "ema": True}
-    mean = {"source": source, "action": "average", "steps": [1000, 20], "weights": [3.0, 1.0]}
+    averaged: dict[str, Any] = {"source": source / "checkpoints" / "step_00000020", "ema": True}
+    mean: dict[str, Any] = {
+        "source": source,
+        "action": "average",
+        "steps": [1000, 20],
+        "weights": [3.0, 1.0],
+    }
     for words, weights in (
         (averaged, "moving average of the weights, decay 0.999"),
         (mean, "mean of the steps 1,000 (0.75), 20 (0.25)"),

@@ -25,6 +25,7 @@ class PlainAverage(Trainer):
     """transformers' Trainer that averages its weights after each step."""
 
     model: Any
+    averaged: Any
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)

@@ -14,6 +14,8 @@ from zero_tp.base.settings.recompute import RecomputeMode, RecomputePolicy
 from zero_tp.base.validation import ConfigModel, Positive
 
 Name = Annotated[str, Field(min_length=1)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""Of a part of the loss."""
 Minutes = Annotated[float, Field(gt=0, le=10_000_000)]
 """At most 19 years: torch counts nanoseconds in 64 bits, so a longer limit would overflow and
 expire at once.
@@ -255,6 +257,16 @@ class Training(ConfigModel):
     )
     qk_clip_alpha: float = Field(
         0.5, ge=0, le=1, description="The share of QK-clip's scale, as an exponent, that Q gets."
+    )
+    z_loss: Weight = Field(
+        0.0,
+        description="Weight of the mean squared log-sum-exp of the logits in the loss; usually "
+        "1e-5 or 1e-4: [recipes.md](recipes.md#z-loss).",
+    )
+    router_z_loss: Weight = Field(
+        0.0,
+        description="The same of the routers' logits, summed over layers; usually 1e-3: "
+        "[experts.md](experts.md).",
     )
     router_bias_update_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         0.0,

@@ -58,6 +58,9 @@ def check_model(
         raise ConfigError(
             "zero_tp.logging.experts", f"{config.model_type} has no experts", "leave it out"
         )
+    if zero_tp.training.router_z_loss and spec.experts is None:
+        key = "zero_tp.training.router_z_loss"
+        raise ConfigError(key, f"a {config.model_type} has no experts", "leave it out")
     if zero_tp.training.router_bias_update_rate and not spec.has_correction_bias:
         key = "zero_tp.training.router_bias_update_rate"
         raise ConfigError(key, f"no router of a {config.model_type} has a bias", "leave it out")

@@ -106,6 +106,8 @@ class TensorParallel(Base):
         param_groups: Sequence[ParamGroup | Mapping[str, Any]] = (),
         router_bias_update_rate: float = 0.0,
         ema: float | None = None,
+        z_loss: float = 0.0,
+        router_z_loss: float = 0.0,
         **options: Any,
     ):
         """Take Trainer's arguments; `args` has DeepSpeed's config. Collective over all ranks.
@@ -117,21 +119,14 @@ class TensorParallel(Base):
             sequence_parallel: also use SP.
             expert_parallel: EP degree for a transformers model.
             param_groups: as in `zero_tp.param_groups`; by default those of Trainer.
-            router_bias_update_rate: as in `zero_tp.training`.
             ema: decay of an average of the weights (`averaged_weights`); by default none is kept.
+            router_bias_update_rate, z_loss, router_z_loss: as in `zero_tp.training`.
 
         Raises:
             UserError: no DeepSpeed config; frozen parameters; an argument that is not exact here;
-                an architecture or sizes that TP or EP can't split.
+                an architecture or sizes that TP or EP can't split; a wrong weight of a z-loss.
         """
-        # By the classes' module, because trl may not be installed.
-        if any(base.__module__.partition(".")[0] == "trl" for base in type(self).__mro__):
-            raise UserError(
-                "trl's trainers multiply hidden states by the whole output layer, of which a rank "
-                "has a shard; give "
-                "ZeroTPTrainer rows that a chat template has made, with labels of -100 where there "
-                "is no loss"
-            )
+        _refuse_trl(type(self))
         if model is None or args is None or isinstance(model, str):
             raise UserError(
                 "ZeroTPTrainer: give it a model and TrainingArguments; a model_init is not built"
@@ -154,6 +149,8 @@ class TensorParallel(Base):
         self._param_groups = parse_param_groups(param_groups)
         self._bias_update = BiasUpdate(model, self.topology, router_bias_update_rate)
         self._ema = ema
+        model.set_z_losses(z_loss, router_z_loss)
+        self._z_losses = model.z_losses
         self._labelled_rows: Tensor | None = None
         super().__init__(model, args, *arguments, **options)
         if self.compute_loss_func is not None:
@@ -302,6 +299,8 @@ class TensorParallel(Base):
         # Both were counted together.
         if "next_sentence_label" in arguments and num_items_in_batch is not None:
             arguments["num_rows_in_batch"] = self._labelled_rows
+        if self.model.training:
+            self._share_router_z_loss(num_items_in_batch)
         with self._bias_update.counting() if self.model.training else nullcontext():
             loss = super().compute_loss(
                 model,
@@ -311,6 +310,18 @@ class TensorParallel(Base):
             )
         comparison.require_same()
         return loss
+
+    def _share_router_z_loss(self, num_items_in_batch: Tensor | int | None) -> None:
+        """Divide the routers' z-loss by the number of micro-batches whose losses are added up.
+
+        With the number of a step's labels Trainer adds up the losses of micro-batches and replicas;
+        without it, it takes the mean.
+        """
+        count = 1
+        if num_items_in_batch is not None:
+            replicas = self.topology.data if self.args.average_tokens_across_devices else 1
+            count = self.current_gradient_accumulation_steps * replicas
+        self.model.z_losses = self._z_losses._replace(router=self._z_losses.router / count)
 
     def prediction_step(
         self,
@@ -524,6 +535,17 @@ def _check_arguments(args: TrainingArguments, tensor: int = 1) -> None:
             "multiple of it; "
             "start more with deepspeed, torchrun --nproc_per_node N or accelerate launch "
             "--multi_gpu --num_processes N"
+        )
+
+
+def _refuse_trl(trainer: type) -> None:
+    # By the classes' module, because trl may not be installed.
+    if any(base.__module__.partition(".")[0] == "trl" for base in trainer.__mro__):
+        raise UserError(
+            "trl's trainers multiply hidden states by the whole output layer, of which a rank "
+            "has a shard; give "
+            "ZeroTPTrainer rows that a chat template has made, with labels of -100 where there "
+            "is no loss"
         )
 
 
