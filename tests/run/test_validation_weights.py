@@ -85,7 +85,10 @@ def test_validation_losses_are_weighted(
             engine: Any = PlainEngine(model)
             log.state.engine, log.state.inputs.validation = engine, samples
             log.state.inputs.config = SimpleNamespace(
-                zero_tp=SimpleNamespace(evaluation=SimpleNamespace(batches=batches)),
+                zero_tp=SimpleNamespace(
+                    evaluation=SimpleNamespace(batches=batches),
+                    training=SimpleNamespace(ema=None),
+                ),
                 global_batch=BATCH,
                 micro_batch=2,
             )

@@ -146,7 +146,7 @@ def check_evaluated(model: dict[str, Any], tensor: int, stage: int, options: dic
         engine = engine_with(reference, tensor, stage, **options)
         plain = engine_with(reference, tensor, stage, **options, ema=None)
         expected = optimizer_tensors(engine)
-        for number, tokens in enumerate(batches(model, 3)):
+        for number, tokens in enumerate(batches(model, 3)[:2]):
             pieces = own_pieces(tokens, engine.topology)
             assert engine.train_step(pieces) == plain.train_step(pieces)
             masters = optimizer_tensors(engine)
