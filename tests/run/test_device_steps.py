@@ -225,6 +225,7 @@ class StubTrainer(TensorParallel, ForwardOnly):  # type: ignore[misc]
         self.model, self.topology, self._labelled_rows = engine.model, engine.topology, None
         self.args = SimpleNamespace(device=engine.device)
         self._bias_update = BiasUpdate(engine.model, engine.topology, 0.0)
+        self._z_losses = engine.model.z_losses
 
     def run_micro_batches(self, count: int) -> None:
         """Compute losses. The comparison's result has no value on fake tensors: the ranks have

@@ -120,6 +120,7 @@ def test_a_resumed_run_has_the_same_objective_and_the_same_words(
     saved = {
         "fixed": fixed_settings(before.config),
         "kinds": ["a", "b"],
+        "step": 1,
         "corpora": before.corpora,
         "model": {},
     }

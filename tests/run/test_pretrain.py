@@ -24,6 +24,7 @@ METRICS = {
     *(
         "step",
         "consumed_samples",
+        "consumed_tokens",
         "loss",
         "learning_rate",
         "grad_norm",
@@ -112,6 +113,7 @@ def test_a_run(workplace: Path, finished: Output) -> None:
     assert [record["step"] for record in trained] == list(range(1, 9))
     assert set(trained[0]) == METRICS
     assert trained[-1]["consumed_samples"] == 8 * 4
+    assert trained[-1]["consumed_tokens"] % (8 * 4) == 0 < trained[-1]["consumed_tokens"]
     assert trained[-1]["loss"] < trained[0]["loss"] - 0.2
     validated = [
         record["step"] for record in records if "validation_loss" in record and record["step"] <= 8

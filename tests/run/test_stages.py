@@ -162,3 +162,46 @@ def test_a_stage_is_appended_and_a_trained_one_stays(
             go_on(changed, LAST, 10)
     # One that has not begun may change.
     go_on([*stages[:2], {"name": "other", "steps": 2}], 14, 10)
+
+
+BF16 = ["bf16.enabled=true", "data_types.grad_accum_dtype=fp32"]
+EMA = ['zero_tp.training.ema={"decay": 0.8}', "zero_tp.training.z_loss=1e-3"]
+MUON = ['optimizer={"type": "Muon", "params": {"lr": 1e-2, "adamw": {"lr": 3e-3}}}']
+COSINE = {"total_num_steps": "auto", "warmup_tokens": 300}
+FALLING = "scheduler=" + json.dumps({"type": "WarmupCosineLR", "params": COSINE})
+SETTINGS = {
+    "averages and z-loss": EMA,
+    "bf16": BF16,
+    "Muon": MUON,
+    "a schedule of DeepSpeed": [FALLING, *EMA],
+    "without a schedule": ["scheduler=null"],
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SETTINGS)
+def test_stages_with_other_settings(name: str, config: Path, ranks: Pools, tmp_path: Path) -> None:
+    """Stopped in each stage they are the unstopped run bit for bit; on TP 2 they are near it."""
+    overrides = SETTINGS[name]
+    if name == "without a schedule":
+        raw = json.loads(config.read_text())
+        del raw["scheduler"]
+        config = tmp_path / "run.json"
+        config.write_text(json.dumps(raw))
+        overrides = []
+    whole = ranks(2).run(run_stages, str(config), overrides, str(tmp_path / "whole"), LAST)[0]
+    figures: dict[int, Any] = {}
+    before = None
+    for last in (*MIDDLES, LAST):
+        run = str(tmp_path / "run")
+        done = ranks(2).run(run_stages, str(config), overrides, run, last, before)[0]
+        figures |= done["figures"]
+        before = last
+    assert figures == whole["figures"]
+    for tensors in ("weights", "averages"):
+        assert whole[tensors].keys() == done[tensors].keys()
+        for key, tensor in done[tensors].items():
+            assert torch.equal(tensor, whole[tensors][key]), (tensors, key)
+    split = [*overrides, "zero_tp.parallel.tensor=2"]
+    moved = ranks(2).run(run_stages, str(config), split, str(tmp_path / "moved"), LAST)[0]
+    assert_same(moved["figures"], whole["figures"], 2e-2 if name == "bf16" else 1e-4)

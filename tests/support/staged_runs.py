@@ -150,6 +150,7 @@ def run_stages(
         "figures": figures,
         "samples": samples,
         "weights": optimizer_tensors(engine),
+        "averages": {} if config.zero_tp.training.ema is None else optimizer_tensors(engine, "ema"),
         "rope": engine.model.config.rope_parameters,
     }
 

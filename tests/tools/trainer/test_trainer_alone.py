@@ -118,13 +118,16 @@ def test_a_schedule_of_torch_is_restored_and_one_of_deepspeed_refused(
     monkeypatch.setattr(checkpoints, "Resume", mock.Mock())
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     zero: Any = SimpleNamespace(
-        states=lambda: SimpleNamespace(optimizer=optimizer), scheduler=None, optimizer=optimizer
+        states=lambda: SimpleNamespace(optimizer=optimizer),
+        scheduler=None,
+        optimizer=optimizer,
+        average=None,
     )
     saved, after = (torch.optim.lr_scheduler.StepLR(optimizer, 3) for _ in range(2))
     saved.last_epoch = 7
     for schedule in (saved.state_dict(), {"last_batch_iteration": 7}):
         progress = SimpleNamespace(schedule=schedule, learning_rates=[0.5])
-        manifest: Any = SimpleNamespace(kinds=["master"], progress=progress)
+        manifest: Any = SimpleNamespace(kinds=["master"], progress=progress, ema=None, step=2)
         checkpoint = RunCheckpoint(Path("checkpoint-2"), manifest)
         monkeypatch.setattr(checkpoints, "find_on_all_ranks", lambda _, found=checkpoint: found)
         refused = pytest.raises(
@@ -234,14 +237,14 @@ def test_a_checkpoint_of_another_optimizer_is_refused(
     optimizer: Any, foreign: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zero: Any = SimpleNamespace(
-        states=lambda: SimpleNamespace(optimizer=optimizer([torch.zeros(1)], lr=1.0))
+        states=lambda: SimpleNamespace(optimizer=optimizer([torch.zeros(1)], lr=1.0)), average=None
     )
     monkeypatch.setattr(checkpoints, "Resume", mock.Mock(side_effect=UserError("passed")))
     for kind, message in (
         (foreign, f"has {foreign} of each parameter, which {optimizer.__name__}"),
         ("", "passed"),
     ):
-        manifest: Any = SimpleNamespace(kinds=["master", kind])
+        manifest: Any = SimpleNamespace(kinds=["master", kind], ema=None, step=2)
         checkpoint = RunCheckpoint(Path("checkpoint-2"), manifest)
         monkeypatch.setattr(checkpoints, "find_on_all_ranks", lambda _, found=checkpoint: found)
         with pytest.raises(UserError, match=message):

@@ -48,6 +48,7 @@ def bare_trainer() -> Any:
     trainer.args = SimpleNamespace(device=torch.device("cpu"), eval_batch_size=1)
     trainer.deepspeed = trainer.model
     trainer._bias_update = BiasUpdate(trainer.model, trainer.topology, 0.0)
+    trainer._z_losses = trainer.model.z_losses
     return trainer
 
 

@@ -318,7 +318,7 @@ class TensorParallel(Base):
         without it, it takes the mean.
         """
         count = 1
-        if num_items_in_batch is not None:
+        if num_items_in_batch is not None and self._z_losses.router:
             replicas = self.topology.data if self.args.average_tokens_across_devices else 1
             count = self.current_gradient_accumulation_steps * replicas
         self.model.z_losses = self._z_losses._replace(router=self._z_losses.router / count)
