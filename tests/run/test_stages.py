@@ -112,6 +112,7 @@ def test_a_run_goes_on_elsewhere(
     assert_same(figures, unstopped[0]["figures"], 1e-5)
 
 
+@pytest.mark.thorough
 def test_a_ramp_of_the_whole_run_equals_that_of_its_only_stage(
     config: Path, ranks: Pools, tmp_path: Path
 ) -> None:
@@ -133,6 +134,7 @@ def test_a_ramp_of_the_whole_run_equals_that_of_its_only_stage(
     assert figures[0] == figures[1]
 
 
+@pytest.mark.thorough
 def test_a_stage_is_appended_and_a_trained_one_stays(
     config: Path, unstopped: list[Any], ranks: Pools, tmp_path: Path
 ) -> None:

@@ -110,7 +110,8 @@ PLACES: list[tuple[Place, Place]] = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), in_tiers(PLACES, [PLACES[0]]))
+@pytest.mark.thorough
+@pytest.mark.parametrize(("before", "after"), PLACES)
 def test_an_average_resumes_on_another_grid(
     ranks: Pools, tmp_path: Path, before: Place, after: Place
 ) -> None:
