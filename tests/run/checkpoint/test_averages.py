@@ -29,7 +29,7 @@ from tests.support.native import to_theirs
 from tests.support.parallel_run import optimizer_tensors
 from tests.support.pools import Pools
 from tests.support.tiny_models import tiny_gpt2_config
-from tests.tiers import THOROUGH, in_tiers
+from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
 from zero_tp.run.checkpoint.convert import average_checkpoints, to_huggingface
 from zero_tp.run.checkpoint.directory import step_directory
