@@ -5,6 +5,7 @@ goes on; its samples are those that docs/recipes.md says.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -162,8 +163,16 @@ def test_a_stage_is_appended_and_a_trained_one_stays(
         changed = [stages[0], {**stages[1], **change}, stages[2]]
         with pytest.raises(RankError, match=message + ", but the run of .* was started with"):
             go_on(changed, LAST, 10)
-    # One that has not begun may change.
-    go_on([*stages[:2], {"name": "other", "steps": 2}], 14, 10)
+    # One that has not begun may change, its corpora too.
+    shutil.copy(config.parent / "b.bin", tmp_path / "c.bin")
+    shutil.copy(config.parent / "b.idx", tmp_path / "c.idx")
+    other = {"name": "other", "steps": 2, "data": str(tmp_path / "c")}
+    go_on([*stages[:2], other], 14, 10)
+    # A trained stage's own "auto" schedule stays when another stage follows it.
+    falling = {**stages[2], "steps": 2}
+    go_on([*stages[:2], falling], 14, 10)
+    rates = go_on([*stages[:2], falling, {"name": "after", "steps": 2}], 16, 14)
+    assert [rate for _, _, rate in rates.values()] == [0.0, 0.0], "the end of the schedule"
 
 
 BF16 = ["bf16.enabled=true", "data_types.grad_accum_dtype=fp32"]

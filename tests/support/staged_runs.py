@@ -128,6 +128,7 @@ def run_stages(
     if resume is not None:
         start = Resume(find_checkpoint(step_directory(Path(run), resume)))
         check_same_run(start.checkpoint.path, start.checkpoint.manifest, config)
+        inputs.check_resumed(start.checkpoint.path, start.checkpoint.manifest)
         start.restore(engine.zero, config.zero_tp.training.seed)
         first = start.step
     state = TrainState(inputs, engine, first)

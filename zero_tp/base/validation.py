@@ -176,11 +176,8 @@ def _drop_keys(keys: set[str], raw: Any, path: str) -> Any:
     validators may fail.
     """
     if isinstance(raw, list):
-        return [
-            _drop_keys(keys, item, where)
-            for index, item in enumerate(raw)
-            if (where := f"{path}.{index}") not in keys
-        ]
+        # An item stays, because errors name those after it by their numbers.
+        return [_drop_keys(keys, item, f"{path}.{index}") for index, item in enumerate(raw)]
     if not isinstance(raw, dict):
         return raw
     return {

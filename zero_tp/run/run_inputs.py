@@ -196,7 +196,7 @@ class RunInputs:
             return
         for prefix in self.config.training_corpora:
             epochs = self.epochs(prefix, range(len(self.config.stages)))
-            if epochs > limit:
+            if epochs > limit * (1 + 1e-9):  # a sum over stages rounds
                 raise UserError(
                     f"zero_tp.data.max_epochs: {limit:g}, but the run reads {prefix} "
                     f"{epochs:.4g} times; train on fewer tokens, add a corpus, or raise it"
@@ -297,9 +297,11 @@ class RunInputs:
             self.fingerprint.require_same(
                 saved, name, f"the one that {checkpoint} was trained with", remedy
             )
-        for (prefix, identity), before in zip(
-            self.corpora.items(), manifest.corpora.values(), strict=False
-        ):
+        # Those of later stages may change, and come last.
+        trained = self.config.trained_corpora(manifest.step)
+        pairs = zip(trained, manifest.corpora.values(), strict=False)
+        for prefix, before in pairs:
+            identity = self.corpora[prefix]
             compared = before.keys() & identity.keys()  # only one rank of each node reads `content`
             if any(identity[key] != before[key] for key in compared):
                 raise UserError(

@@ -57,8 +57,30 @@ MISTAKES: list[tuple[Change, str]] = [
         f"{S}[0].batch_size_rampup.increment: 4 + n × 5 is never the full batch of 12 samples",
     ),
     (
-        lambda t, s: s[0]["batch_size_rampup"].update(start=2, increment=2),
-        f"{S}[0].batch_size_rampup.start: 2 samples ≠ n × micro 2 × data 2; use a multiple of 4",
+        lambda t, s: t.update(batch_size_rampup={"start": 4, "increment": 4, "tokens": 9}),
+        f"zero_tp.training.batch_size_rampup: given with {S}[0].batch_size_rampup; give the run",
+    ),
+    (
+        lambda t, s: s[2].update(train_micro_batch_size_per_gpu=3),
+        f"{S}[2].batch_tokens: 16 ≠ micro 3 × data 2 × accumulation",
+    ),
+    (
+        lambda t, s: s[1].update(train_micro_batch_size_per_gpu=5),
+        f"{S}[1].train_micro_batch_size_per_gpu: 12 ≠ micro 5 × data 2",
+    ),
+    (
+        lambda t, s: s[0].update(scheduler={"type": "constant"}),
+        f"{S}[0].scheduler: replaces the file's scheduler from the first step on; leave one",
+    ),
+    (
+        lambda t, s: s[2].update(
+            scheduler={"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}
+        ),
+        f"{S}[2].scheduler.params.cycle_momentum: sets the optimizer's betas, which the next",
+    ),
+    (
+        lambda t, s: s[2].update(scheduler={"type": "linear", "params": {"num_warmup_steps": 0}}),
+        f'{S}[2].scheduler.params.num_training_steps: required, but not given; write "auto"',
     ),
     (
         lambda t, s: s[2].update(sequence_length=128, batch_tokens=1024),
@@ -111,6 +133,48 @@ def test_a_mistake_is_named_with_its_stage(
     (line,) = map(str, caught.value.errors)
     begin, _, end = message.partition("…")
     assert line.startswith(begin) and end in line and len(line) <= 400
+
+
+def errors_of(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        RunConfig.load(path, overrides, world_size=2)
+    return [str(error) for error in caught.value.errors]
+
+
+def test_equal_mistakes_of_two_stages_are_two_lines(config: Path) -> None:
+    """One that a stage has from the stage before is told once."""
+    policy = f'{S}[1].recompute={{"mode": "full", "layers": 9}}'
+    again = f'{S}[2].recompute={{"mode": "full", "layers": 9}}'
+    assert len(errors_of(config, policy, again)) == 2
+    rope = f"{S}[1].rope.rope_theta=-1"
+    assert [line.partition(": ")[0] for line in errors_of(config, rope)] == [
+        f"{S}[1].rope.rope_theta"
+    ]
+    ramp = [f"{S}[0].batch_size_rampup.{name}=2" for name in ("start", "increment")]
+    assert [line.partition(": ")[0].rpartition(".")[2] for line in errors_of(config, *ramp)] == [
+        "start",
+        "increment",
+    ]
+    # An item of another type does not move the numbers of those after it.
+    items = errors_of(config, f"{S}[0]=main", f"{S}[2].steps=many")
+    assert [line.partition(": ")[0] for line in items] == [f"{S}[0]", f"{S}[2].steps"]
+    assert "the list has 3 items" in errors_of(config, f"{S}[3].steps=2")[0]
+
+
+def test_another_type_of_rope_has_only_its_own_fields(config: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    overrides = [f"{S}[1].rope={json.dumps(yarn)}", f'{S}[2].rope={{"rope_type": "default"}}']
+    run = RunConfig.load(config, overrides, world_size=2)
+    ropes = [run.stage_config(index).hf_config().rope_parameters for index in range(3)]
+    assert ropes[1] == {"rope_theta": 10000.0, **yarn}
+    assert ropes[2] == {"rope_theta": 10000.0, "rope_type": "default"} == ropes[0]
+
+
+def test_a_ramp_that_its_stage_does_not_end_is_noted(config: Path) -> None:
+    run = RunConfig.load(config, [f"{S}[0].batch_size_rampup.tokens=4000"], world_size=2)
+    assert f"{S}[0].batch_size_rampup.tokens: 4000, but the stage ends after 512" in "\n".join(
+        run.cautions()
+    )
 
 
 def test_all_mistakes_are_told_at_once(config: Path, tmp_path: Path) -> None:

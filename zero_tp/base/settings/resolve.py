@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,27 +38,42 @@ def apply_overrides(config: dict[str, Any], overrides: Sequence[str]) -> None:
     """Write each `KEY=VALUE` into `config`, later ones last. VALUE is JSON, or else a string."""
     for override in overrides:
         key, equals, text = override.partition("=")
-        parts = key.strip().split(".")
+        # `stages[1].steps`, as errors write it.
+        parts = re.sub(r"\[(\d+)\]", r".\1", key.strip()).split(".")
         if not equals or not all(parts):
             raise ConfigError(
                 "--set",
                 f"{shown(override)} is not KEY=VALUE",
                 "as in --set zero_tp.parallel.tensor=4",
             )
-        target = config
+        target: Any = config
         for depth, part in enumerate(parts[:-1], start=1):
-            target = target.setdefault(part, {})
-            if not isinstance(target, dict):
+            if isinstance(target, list):
+                target = target[_item_number(key, target, part)]
+            else:
+                target = target.setdefault(part, {})
+            is_parent_of_item = isinstance(target, list) and parts[depth].isdecimal()
+            if not isinstance(target, dict) and not is_parent_of_item:
                 inside = ".".join(parts[:depth])
                 raise ConfigError(
                     key, f"{inside} is {shown(target)}, not an object", f"set {inside} itself"
                 )
+        last: Any = parts[-1]
+        if isinstance(target, list):
+            last = _item_number(key, target, last)
         try:
             # JSON first, so that 4 and true have their types; a name without quotation marks stays
             # a string.
-            target[parts[-1]] = parse_json(text)
+            target[last] = parse_json(text)
         except InvalidJson:
-            target[parts[-1]] = text
+            target[last] = text
+
+
+def _item_number(key: str, items: list[Any], part: str) -> int:
+    """Return the index of a list's item in a dotted key."""
+    if int(part) >= len(items):
+        raise ConfigError(key, f"the list has {len(items)} items, from 0 on", "use a smaller index")
+    return int(part)
 
 
 def check_leaves(value: Any, path: str = "") -> None:

@@ -390,7 +390,8 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
     check_states(checkpoint, manifest, config)
     check_saved_by_run(checkpoint, manifest)
     # Corpora may have moved: only their number, order and weights are compared.
-    names = dict(zip(config.training_corpora, manifest.corpora, strict=False))
+    trained = config.trained_corpora(manifest.step)
+    names = dict(zip(trained, manifest.corpora, strict=False))
     now_fixed, moved_fixed = (
         _trained(fixed_settings(config, moved), manifest.step) for moved in ({}, names)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,13 +52,14 @@ from zero_tp.run.config.model_block import (
 )
 from zero_tp.run.config.stages import (
     RunStage,
+    check_schedules,
     file_schedule_steps,
     make_timeline,
     name_in_stage,
     name_stages,
     resolve_stages,
     schedule_stages,
-    scheduled_steps,
+    stage_key,
     stage_model,
     with_stage_lengths,
 )
@@ -156,6 +157,7 @@ class RunConfig:
         # 3. Refuse: combinations that would train another model, or cannot be trained.
         notes = (*removed, *lines)
         config = cls(path, world_size, batch, settings, zero_tp, hf_config, stages, timeline, notes)
+        check_schedules(zero_tp, stages, settings.scheduler)
         refuse(config.combination)
         config.check_stages()
         if zero_tp.param_groups:
@@ -199,7 +201,7 @@ class RunConfig:
             update["scheduler"] = stage.schedule
         data = self.zero_tp.data
         changes = {"train": stage.data, "sequence_length": stage.length}
-        steps = len(scheduled_steps(self.stages, self.timeline, stage.schedule_stage))
+        steps = len(self.timeline.stage_steps(stage.schedule_stage))
         if stage.schedule is None:
             steps = len(file_schedule_steps(self.zero_tp, self.timeline))
         length = {"steps": steps, "stages": []}
@@ -214,7 +216,11 @@ class RunConfig:
             settings=self.settings.model_copy(update=update),
             zero_tp=self.zero_tp.model_copy(update=block),
             _hf_config=stage_model(self._hf_config, stage.rope, index),
-            stages=(dataclasses.replace(stage, name="", ramp=None, rope={}, schedule=None),),
+            stages=(
+                dataclasses.replace(
+                    stage, name="", ramp=None, own_ramp=False, rope={}, schedule=None
+                ),
+            ),
             _timeline=None,
         )
 
@@ -225,21 +231,23 @@ class RunConfig:
             ConfigErrors: all combinations that a stage makes and that are refused.
         """
         collector = ErrorCollector()
-        # A stage has its error from the stage before: it is told once.
-        seen_problems = set[str]()
-        for index in range(len(self.zero_tp.training.stages)):
+        inherited = set[tuple[str, str]]()
+        for index, written in enumerate(self.zero_tp.training.stages):
+            found = set[tuple[str, str]]()
             try:
                 config = self.stage_config(index)
                 check_length(config.zero_tp, config._hf_config)
                 refuse(config.combination)
             except ConfigError as error:
-                renamed = with_keys(error, partial(name_in_stage, index))
-                collector.errors += [
-                    one
-                    for one in renamed.errors
-                    if isinstance(one, ConfigError) and one.problem not in seen_problems
-                ]
-                seen_problems |= {one.problem for one in collector.errors}
+                for one in with_keys(error, partial(name_in_stage, index)).errors:
+                    assert isinstance(one, ConfigError)
+                    field = one.key.removeprefix(f"{stage_key(index)}.")
+                    found.add((field, one.problem))
+                    # What a stage does not name has been told of the stage before.
+                    named = getattr(written, field.partition(".")[0], None) is not None
+                    if named or (field, one.problem) not in inherited:
+                        collector.errors.append(one)
+            inherited = found
         collector.raise_all()
 
     @property
@@ -307,6 +315,15 @@ class RunConfig:
         """Return the prefixes of the corpora that the run's stages read, in their order."""
         return list(dict.fromkeys(prefix for stage in self.stages for prefix in stage.data))
 
+    def trained_corpora(self, step: int) -> list[str]:
+        """Return the first of `training_corpora`: those of the stages that begin up to a step."""
+        begun = [
+            stage
+            for stage, first in zip(self.stages, self.timeline.first_steps, strict=False)
+            if first <= max(1, step)
+        ]
+        return list(dict.fromkeys(prefix for stage in begun for prefix in stage.data))
+
     @property
     def hub_names(self) -> dict[str, bool]:
         """Return the hub names that a run reads, and whether it reads their weights."""
@@ -363,10 +380,21 @@ class RunConfig:
         """Return a line for each unusual setting, and for each removed key."""
         return [
             *self._load_notes,
+            *self._unfinished_ramps(),
             *notes(self.combination, "note"),
             *ignored_fields(self.zero_tp.model),
             *router_bias_note(self.zero_tp, self._hf_config),
         ]
+
+    def _unfinished_ramps(self) -> Iterator[str]:
+        """Yield a line for each ramp of a stage that ends before the batch is full."""
+        for index, stage in enumerate(self.stages):
+            tokens = self.timeline.stage_tokens(index) if stage.own_ramp else 0
+            if stage.own_ramp and stage.ramp is not None and tokens <= stage.ramp.tokens:
+                yield (
+                    f"{stage_key(index, 'batch_size_rampup.tokens')}: {stage.ramp.tokens}, but the "
+                    f"stage ends after {tokens}, before the batch is full"
+                )
 
     @property
     def pretrained(self) -> Path | None:

@@ -6,14 +6,19 @@ A run without `zero_tp.training.stages` has one stage, which is the whole run.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.base.constants import RAMP_KEY, STAGES_KEY
 from zero_tp.base.errors import ConfigError, UserError
 from zero_tp.base.settings.recompute import RecomputePolicy
-from zero_tp.base.settings.resolve import BatchSizes, fill_schedule, resolve_batch
+from zero_tp.base.settings.resolve import (
+    BatchSizes,
+    fill_schedule,
+    resolve_batch,
+    suggest_auto,
+)
 from zero_tp.base.settings.schedule import Schedule, check_scheduler
 from zero_tp.base.settings.schema import BatchRampUp, TrainingStage, ZeroTP
 from zero_tp.base.settings.timeline import StageSize, Timeline
@@ -23,6 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 MICRO_KEY = "train_micro_batch_size_per_gpu"
+OF_EVERY_ROPE = ("rope_theta", "partial_rotary_factor")
+MOST_INCREMENTS = 100_000
+"""Of a ramp: each is a segment of the timeline."""
 
 
 def stage_key(index: int, name: str = "") -> str:
@@ -128,13 +136,19 @@ def _batch(before: BatchSizes, length: int, written: TrainingStage) -> BatchSize
         sizes = {"train_batch_size": total, MICRO_KEY: micro}
         return resolve_batch(sizes, before.data_parallel)
     except ConfigError as error:
-        key = "batch_tokens" if written.batch_tokens is not None else "train_batch_size"
+        keys = ("batch_tokens", "train_batch_size", MICRO_KEY)
+        key = next((one for one in keys if getattr(written, one) is not None), keys[1])
         raise ConfigError(key, error.problem, error.remedy) from None
 
 
 def merge_rope(before: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return `rope_parameters` with changed fields, which may be nested by type of layer."""
+    """Return `rope_parameters` with changed fields, which may be nested by type of layer.
+
+    Another `rope_type` has other fields: those of the one before go.
+    """
     merged = dict(before)
+    if changes.get("rope_type") not in (None, before.get("rope_type", "default")):
+        merged = {name: before[name] for name in OF_EVERY_ROPE if name in before}
     for name, value in changes.items():
         old = merged.get(name)
         if isinstance(value, dict) and isinstance(old, dict):
@@ -206,12 +220,51 @@ def resolve_stages(zero_tp: ZeroTP, batch: BatchSizes) -> tuple[RunStage, ...]:
     return tuple(stages)
 
 
+def _check_ramps_of_stages(zero_tp: ZeroTP, stages: Sequence[RunStage]) -> None:
+    """Check what could not be seen afterwards: two ramps at once, and too many batches."""
+    written = zero_tp.training.stages
+    own = [index for index, one in enumerate(written) if one.batch_size_rampup is not None]
+    if own and zero_tp.training.batch_size_rampup is not None:
+        problem = f"given with {stage_key(own[0], 'batch_size_rampup')}"
+        raise ConfigError(RAMP_KEY, problem, "give the run one, or its stages")
+    for index, stage in enumerate(stages):
+        assert stage.batch.total is not None
+        if stage.ramp is None or stage.batch.total < stage.ramp.increment * MOST_INCREMENTS:
+            continue
+        key = stage_key(index, "batch_size_rampup") if stage.own_ramp else RAMP_KEY
+        problem = f"{stage.ramp.increment} samples to a batch of {stage.batch.total}"
+        raise ConfigError(f"{key}.increment", problem, "use a larger one")
+
+
+def check_schedules(zero_tp: ZeroTP, stages: Sequence[RunStage], of_file: Schedule | None) -> None:
+    """Check that a stage's schedule can replace the one before.
+
+    Args:
+        of_file: the file's own schedule.
+
+    Raises:
+        ConfigError: a schedule is never used, or would leave its betas to the next.
+    """
+    brought = [i for i, one in enumerate(zero_tp.training.stages) if one.scheduler is not None]
+    if not brought:
+        return
+    if brought[0] == 0 and of_file is not None:
+        problem = "replaces the file's scheduler from the first step on"
+        raise ConfigError(stage_key(0, "scheduler"), problem, "leave one of them out")
+    schedules = {stage_key(i, "scheduler"): stages[i].schedule for i in brought}
+    for key, schedule in {"scheduler": of_file, **schedules}.items():
+        if schedule is not None and getattr(schedule.params, "cycle_momentum", False):
+            problem = "sets the optimizer's betas, which the next schedule would keep"
+            raise ConfigError(f"{key}.params.cycle_momentum", problem, "set it to false")
+
+
 def make_timeline(zero_tp: ZeroTP, stages: Sequence[RunStage]) -> Timeline:
     """Return the steps of a run, whose global batch is known.
 
     Raises:
         ConfigError: the lengths of the stages do not add up, or a ramp does not fit.
     """
+    _check_ramps_of_stages(zero_tp, stages)
     training = zero_tp.training
     written = training.stages
     if not written:
@@ -234,8 +287,10 @@ def make_timeline(zero_tp: ZeroTP, stages: Sequence[RunStage]) -> Timeline:
             training.tokens,
         )
         _check_sums(zero_tp, timeline)
+    collector = ErrorCollector()
     for index, stage in enumerate(stages):
-        _check_ramp(index, stage, timeline)
+        collector.errors += _wrong_ramps(index, stage, timeline)
+    collector.raise_all()
     return timeline
 
 
@@ -285,8 +340,8 @@ def _check_sums(zero_tp: ZeroTP, timeline: Timeline) -> None:
         raise ConfigError("zero_tp.training.tokens", problem, "leave it out, or make them equal")
 
 
-def _check_ramp(index: int, stage: RunStage, timeline: Timeline) -> None:
-    """Check that the batches of a ramp that the stage sees are whole micro-batches."""
+def _wrong_ramps(index: int, stage: RunStage, timeline: Timeline) -> Iterator[ConfigError]:
+    """Yield what is wrong with a ramp that the stage sees: its batches are whole micro-batches."""
     ramp = stage.ramp
     total = stage.batch.total
     if ramp is None or total is None:
@@ -297,10 +352,11 @@ def _check_ramp(index: int, stage: RunStage, timeline: Timeline) -> None:
     key = stage_key(index, "batch_size_rampup") if stage.own_ramp else RAMP_KEY
     if ramp.start >= total:
         problem = f"{ramp.start} samples, but the full batch has {total}"
-        raise ConfigError(f"{key}.start", problem, "start with fewer")
+        yield ConfigError(f"{key}.start", problem, "start with fewer")
+        return
     if (total - ramp.start) % ramp.increment:
         problem = f"{ramp.start} + n × {ramp.increment} is never the full batch of {total} samples"
-        raise ConfigError(f"{key}.increment", problem, f"use a divisor of {total - ramp.start}")
+        yield ConfigError(f"{key}.increment", problem, f"use a divisor of {total - ramp.start}")
     if stage.batch.micro is None or stage.batch.data_parallel is None:
         return
     unit = stage.batch.micro * stage.batch.data_parallel
@@ -308,13 +364,7 @@ def _check_ramp(index: int, stage: RunStage, timeline: Timeline) -> None:
         if (value := getattr(ramp, name)) % unit:
             parts = f"micro {stage.batch.micro} × data {stage.batch.data_parallel}"
             problem = f"{value} samples ≠ n × {parts}"
-            raise ConfigError(f"{key}.{name}", problem, f"use a multiple of {unit}")
-
-
-def scheduled_steps(stages: Sequence[RunStage], timeline: Timeline, index: int) -> range:
-    """Return the steps that a schedule rules which begins with stage `index`."""
-    last = max((i for i, one in enumerate(stages) if one.schedule_stage == index), default=index)
-    return range(timeline.first_steps[index], timeline.first_steps[last + 1])
+            yield ConfigError(f"{key}.{name}", problem, f"use a multiple of {unit}")
 
 
 def file_schedule_steps(zero_tp: ZeroTP, timeline: Timeline) -> range:
@@ -342,12 +392,17 @@ def schedule_stages(
         if written.scheduler is None:
             continue
         try:
-            steps = scheduled_steps(stages, timeline, index)
+            # Its own stage's: "auto" must stay when a later stage is appended.
+            steps = timeline.stage_steps(index)
             block = fill_schedule(written.scheduler, timeline, steps, rate)
             schedules[index] = check_scheduler({"scheduler": block})
         except ConfigError as error:
-            renamed = with_keys(error, lambda name, index=index: stage_key(index, name))  # type: ignore[misc]
-            collector.errors += [one for one in renamed.errors if isinstance(one, ConfigError)]
+            for one in error.errors:
+                assert isinstance(one, ConfigError)
+                one = suggest_auto(one)
+                collector.errors.append(
+                    ConfigError(stage_key(index, one.key), one.problem, one.remedy)
+                )
     collector.raise_all()
     return tuple(replace(stage, schedule=schedules.get(stage.schedule_stage)) for stage in stages)
 
