@@ -111,10 +111,14 @@ class TrainingStage(ConfigModel):
     """A part of a run. What it does not name is as in the stage before."""
 
     name: Name = Field(description="Its name in the log, the report and errors.")
-    tokens: Positive | None = Field(None, description="Its length in tokens.")
+    tokens: Positive | None = Field(
+        None, description="Its length in tokens: this, `steps` or `until`."
+    )
     steps: Positive | None = Field(None, description="Its length in steps.")
     until: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="Its end, as a share of `training.tokens` or `training.steps`."
+        None,
+        description="Its end, as a share of `training.tokens` or `training.steps`; the last "
+        "stage's is 1.0.",
     )
     data: Corpora | None = Field(None, description="As `data.train`.")
     sequence_length: Positive | None = Field(None, description="As `data.sequence_length`.")
@@ -212,11 +216,11 @@ else:
 class Training(ConfigModel):
     steps: _Steps = Field(
         None,  # type: ignore[assignment]
-        description="Optimizer steps of the whole run; raise it to continue a finished one. "
-        "Required without `tokens`.",
+        description="Optimizer steps of the whole run; raise it to continue a finished one "
+        "(with stages: append one). Required without `tokens` and `stages`.",
     )
     tokens: Positive | None = Field(
-        None, description="Tokens of the whole run, instead of `steps`."
+        None, description="Tokens of the whole run, instead of `steps`; with stages, their sum."
     )
     stages: list[TrainingStage] = Field(
         [],

@@ -162,8 +162,9 @@ def time_lines(plan: Plan) -> list[str]:
     unit, size = next(((name, size) for name, size in units if plan.run_seconds >= size), units[-1])
     device_hours = plan.run_seconds * plan.ranks / HOUR
     tokens = tqdm.format_sizeof(plan.run_tokens).replace("G", "B")
+    speed_of = f" at the speed of stage {plan.stage}" if plan.stage else ""
     lines.append(
-        f"  the whole run, {tokens} tokens, without evaluation and saving: "
+        f"  the whole run, {tokens} tokens{speed_of}, without evaluation and saving: "
         f"{plan.run_seconds / size:,.1f} {unit}, "
         f"{device_hours:{',.1f' if device_hours >= 1 else '.2g'}} device-hours"
     )
