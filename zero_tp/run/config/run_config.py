@@ -231,9 +231,9 @@ class RunConfig:
             ConfigErrors: all combinations that a stage makes and that are refused.
         """
         collector = ErrorCollector()
-        inherited = set[tuple[str, str]]()
+        problems_before = set[tuple[str, str]]()
         for index, written in enumerate(self.zero_tp.training.stages):
-            found = set[tuple[str, str]]()
+            problems = set[tuple[str, str]]()
             try:
                 config = self.stage_config(index)
                 check_length(config.zero_tp, config._hf_config)
@@ -242,12 +242,12 @@ class RunConfig:
                 for one in with_keys(error, partial(name_in_stage, index)).errors:
                     assert isinstance(one, ConfigError)
                     field = one.key.removeprefix(f"{stage_key(index)}.")
-                    found.add((field, one.problem))
+                    problems.add((field, one.problem))
                     # What a stage does not name has been told of the stage before.
                     named = getattr(written, field.partition(".")[0], None) is not None
-                    if named or (field, one.problem) not in inherited:
+                    if named or (field, one.problem) not in problems_before:
                         collector.errors.append(one)
-            inherited = found
+            problems_before = problems
         collector.raise_all()
 
     @property
@@ -317,12 +317,12 @@ class RunConfig:
 
     def trained_corpora(self, step: int) -> list[str]:
         """Return the first of `training_corpora`: those of the stages that begin up to a step."""
-        begun = [
+        stages = [
             stage
             for stage, first in zip(self.stages, self.timeline.first_steps, strict=False)
             if first <= max(1, step)
         ]
-        return list(dict.fromkeys(prefix for stage in begun for prefix in stage.data))
+        return list(dict.fromkeys(prefix for stage in stages for prefix in stage.data))
 
     @property
     def hub_names(self) -> dict[str, bool]:
