@@ -216,3 +216,27 @@ def test_stages_with_other_settings(name: str, config: Path, ranks: Pools, tmp_p
     split = [*overrides, "zero_tp.parallel.tensor=2"]
     moved = ranks(2).run(run_stages, str(config), split, str(tmp_path / "moved"), LAST)[0]
     assert_same(moved["figures"], whole["figures"], 2e-2 if name == "bf16" else 1e-4)
+
+
+@pytest.mark.thorough
+def test_a_run_without_stages_gets_some(config: Path, ranks: Pools, tmp_path: Path) -> None:
+    """What it has trained is its first stage."""
+    raw = json.loads(config.read_text())
+    del raw["scheduler"]
+    run, path = str(tmp_path / "run"), tmp_path / "run.json"
+    begin = {"name": "begin", "steps": 4}
+    more = {"name": "more", "steps": 2, "sequence_length": 32}
+
+    def go_on(training: dict[str, Any], last: int, before: int | None) -> Any:
+        raw["zero_tp"]["training"] = {"seed": 11, **training}
+        path.write_text(json.dumps(raw))
+        return ranks(2).run(run_stages, str(path), [], run, last, before)[0]["figures"]
+
+    figures = go_on({"steps": 4}, 4, None)
+    figures |= go_on({"stages": [begin, more]}, 6, 4)
+    with pytest.raises(
+        RankError, match=r"stages\[0\].lr_scale: 2.0, but the run of .* was started"
+    ):
+        go_on({"stages": [{**begin, "lr_scale": 2.0}, more]}, 6, 4)
+    run = str(tmp_path / "staged")
+    assert figures == go_on({"stages": [begin, more]}, 6, None)
