@@ -19,18 +19,30 @@ from zero_tp.run.run_inputs import RunInputs
 RECIPES = sorted(shipped_path(CONFIGS).glob("recipes/*.json"))
 WORLDS = {"olmo3_7b": 128, "smollm3_3b": 384, "wsd_small": 2}
 Change = Callable[[dict[str, Any], list[Any]], Any]
-S = r"zero_tp.training.stages"
+STAGES = r"zero_tp.training.stages"
 MISTAKES: list[tuple[Change, str]] = [
-    (lambda t, s: s[1].pop("tokens"), f"{S}[1]: …: takes one of tokens, steps and until: it has"),
-    (lambda t, s: s[1].update(steps=3), f"{S}[1]: …: takes one of tokens, steps and until: it has"),
-    (lambda t, s: s[1].update(tokns=3), f'{S}[1].tokns: unknown key; did you mean "tokens"?'),
-    (lambda t, s: s[0].update(steps=-1), f"{S}[0].steps: -1: must be greater than 0"),
-    (lambda t, s: s[1].update(name="main"), f'{S}[1].name: "main" is the name of {S}[0], too'),
-    (lambda t, s: s.__setitem__(0, "main"), f'{S}[0]: expected an object, got "main"'),
-    (lambda t, s: s[2].update(steps=None, until=0.5), f"{S}[2].until: a share of a length that"),
+    (
+        lambda t, s: s[1].pop("tokens"),
+        f"{STAGES}[1]: …: takes one of tokens, steps and until: it has",
+    ),
+    (
+        lambda t, s: s[1].update(steps=3),
+        f"{STAGES}[1]: …: takes one of tokens, steps and until: it has",
+    ),
+    (lambda t, s: s[1].update(tokns=3), f'{STAGES}[1].tokns: unknown key; did you mean "tokens"?'),
+    (lambda t, s: s[0].update(steps=-1), f"{STAGES}[0].steps: -1: must be greater than 0"),
+    (
+        lambda t, s: s[1].update(name="main"),
+        f'{STAGES}[1].name: "main" is the name of {STAGES}[0], too',
+    ),
+    (lambda t, s: s.__setitem__(0, "main"), f'{STAGES}[0]: expected an object, got "main"'),
+    (
+        lambda t, s: s[2].update(steps=None, until=0.5),
+        f"{STAGES}[2].until: a share of a length that",
+    ),
     (
         lambda t, s: (t.update(steps=20), s[2].update(steps=None, until=0.5)),
-        f"{S}[2].until: is not 1.0: the last stage ends with the run; set it to 1.0",
+        f"{STAGES}[2].until: is not 1.0: the last stage ends with the run; set it to 1.0",
     ),
     (
         lambda t, s: (
@@ -38,79 +50,94 @@ MISTAKES: list[tuple[Change, str]] = [
             s[1].update(tokens=None, until=0.1),
             s[2].update(steps=None, until=1.0),
         ),
-        f"{S}[1]: has no step: the stages before it reach its end",
+        f"{STAGES}[1]: has no step: the stages before it reach its end",
     ),
     (lambda t, s: t.update(steps=20), "zero_tp.training.steps: 20, but its stages have 15 steps"),
     (
         lambda t, s: t.update(tokens=9),
         "zero_tp.training.tokens: 9, but its stages have 3132 tokens",
     ),
-    (lambda t, s: s[1].update(train_batch_size=13), f"{S}[1].train_batch_size: 13 ≠ micro 2 × "),
-    (lambda t, s: s[2].update(batch_tokens=100), f"{S}[2].batch_tokens: 100 tokens ≠ samples of"),
-    (lambda t, s: s[2].update(train_batch_size=8), f"{S}[2]: …: has train_batch_size and batch_"),
+    (
+        lambda t, s: s[1].update(train_batch_size=13),
+        f"{STAGES}[1].train_batch_size: 13 ≠ micro 2 × ",
+    ),
+    (
+        lambda t, s: s[2].update(batch_tokens=100),
+        f"{STAGES}[2].batch_tokens: 100 tokens ≠ samples of",
+    ),
+    (
+        lambda t, s: s[2].update(train_batch_size=8),
+        f"{STAGES}[2]: …: has train_batch_size and batch_",
+    ),
     (
         lambda t, s: s[0]["batch_size_rampup"].update(start=12),
-        f"{S}[0].batch_size_rampup.start: 12 samples, but the full batch has 12",
+        f"{STAGES}[0].batch_size_rampup.start: 12 samples, but the full batch has 12",
     ),
     (
         lambda t, s: s[0]["batch_size_rampup"].update(increment=5),
-        f"{S}[0].batch_size_rampup.increment: 4 + n × 5 is never the full batch of 12 samples",
+        f"{STAGES}[0].batch_size_rampup.increment: 4 + n × 5 is never the full batch of 12 samples",
     ),
     (
         lambda t, s: t.update(batch_size_rampup={"start": 4, "increment": 4, "tokens": 9}),
-        f"zero_tp.training.batch_size_rampup: given with {S}[0].batch_size_rampup; give the run",
+        f"zero_tp.training.batch_size_rampup: given with {STAGES}[0].batch_size_rampup; give the run",
     ),
     (
         lambda t, s: s[2].update(train_micro_batch_size_per_gpu=3),
-        f"{S}[2].batch_tokens: 16 ≠ micro 3 × data 2 × accumulation",
+        f"{STAGES}[2].batch_tokens: 16 ≠ micro 3 × data 2 × accumulation",
     ),
     (
         lambda t, s: s[1].update(train_micro_batch_size_per_gpu=5),
-        f"{S}[1].train_micro_batch_size_per_gpu: 12 ≠ micro 5 × data 2",
+        f"{STAGES}[1].train_micro_batch_size_per_gpu: 12 ≠ micro 5 × data 2",
     ),
     (
         lambda t, s: s[0].update(scheduler={"type": "constant"}),
-        f"{S}[0].scheduler: replaces the file's scheduler from the first step on; leave one",
+        f"{STAGES}[0].scheduler: replaces the file's scheduler from the first step on; leave one",
     ),
     (
         lambda t, s: s[2].update(
             scheduler={"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}
         ),
-        f"{S}[2].scheduler.params.cycle_momentum: sets the optimizer's betas, which the next",
+        f"{STAGES}[2].scheduler.params.cycle_momentum: sets the optimizer's betas, which the next",
     ),
     (
         lambda t, s: s[2].update(scheduler={"type": "linear", "params": {"num_warmup_steps": 0}}),
-        f'{S}[2].scheduler.params.num_training_steps: required, but not given; write "auto"',
+        f'{STAGES}[2].scheduler.params.num_training_steps: required, but not given; write "auto"',
     ),
     (
         lambda t, s: s[2].update(sequence_length=128, batch_tokens=1024),
-        f"{S}[2].sequence_length: 128 tokens, but the model has 64 positions",
+        f"{STAGES}[2].sequence_length: 128 tokens, but the model has 64 positions",
     ),
-    (lambda t, s: s[1].update(rope={"rope_theta": -1}), f"{S}[1].rope.rope_theta: -1 is not a pos"),
-    (lambda t, s: s[1].update(rope={"rope_typ": "a"}), f"{S}[1].rope.rope_typ: rope_type "),
-    (lambda t, s: s[1].update(rope={"rope_type": "yarn"}), f"{S}[1].rope.factor: null is not a"),
+    (
+        lambda t, s: s[1].update(rope={"rope_theta": -1}),
+        f"{STAGES}[1].rope.rope_theta: -1 is not a pos",
+    ),
+    (lambda t, s: s[1].update(rope={"rope_typ": "a"}), f"{STAGES}[1].rope.rope_typ: rope_type "),
+    (
+        lambda t, s: s[1].update(rope={"rope_type": "yarn"}),
+        f"{STAGES}[1].rope.factor: null is not a",
+    ),
     (
         lambda t, s: s[2]["scheduler"].update(type="lin"),
-        f'{S}[2].scheduler.type: "lin" is unknown; did you mean "linear"?',
+        f'{STAGES}[2].scheduler.type: "lin" is unknown; did you mean "linear"?',
     ),
     (
         lambda t, s: s[2]["scheduler"]["params"].update(warmup_tokens=100),
-        f"{S}[2].scheduler.params.warmup_tokens: given with num_warmup_steps; give one of them",
+        f"{STAGES}[2].scheduler.params.warmup_tokens: given with num_warmup_steps; give",
     ),
     (
         lambda t, s: s[2]["scheduler"]["params"].update(decay_tokens=100),
-        f'{S}[2].scheduler.params.decay_tokens: a "linear" schedule has no decay phase',
+        f'{STAGES}[2].scheduler.params.decay_tokens: a "linear" schedule has no decay phase',
     ),
     (
         lambda t, s: s[1].update(recompute={"mode": "full", "layers": 9}),
-        f"{S}[1].recompute.layers: refused above the model's layers",
+        f"{STAGES}[1].recompute.layers: refused above the model's layers",
     ),
     (
         lambda t, s: s[2].update(recompute={"mode": "full", "keep_micro_batches": 2}),
-        f"{S}[2].recompute.keep_micro_batches: refused from a step's micro-batches on",
+        f"{STAGES}[2].recompute.keep_micro_batches: refused from a step's micro-batches on",
     ),
-    (lambda t, s: s[1].update(lr_scale=0), f"{S}[1].lr_scale: 0: must be greater than 0"),
-    (lambda t, s: s[1].update(data={}), f"{S}[1].data: is empty"),
+    (lambda t, s: s[1].update(lr_scale=0), f"{STAGES}[1].lr_scale: 0: must be greater than 0"),
+    (lambda t, s: s[1].update(data={}), f"{STAGES}[1].data: is empty"),
 ]
 
 
@@ -143,27 +170,30 @@ def errors_of(path: Path, *overrides: str) -> list[str]:
 
 def test_equal_mistakes_of_two_stages_are_two_lines(config: Path) -> None:
     """One that a stage has from the stage before is told once."""
-    policy = f'{S}[1].recompute={{"mode": "full", "layers": 9}}'
-    again = f'{S}[2].recompute={{"mode": "full", "layers": 9}}'
+    policy = f'{STAGES}[1].recompute={{"mode": "full", "layers": 9}}'
+    again = f'{STAGES}[2].recompute={{"mode": "full", "layers": 9}}'
     assert len(errors_of(config, policy, again)) == 2
-    rope = f"{S}[1].rope.rope_theta=-1"
+    rope = f"{STAGES}[1].rope.rope_theta=-1"
     assert [line.partition(": ")[0] for line in errors_of(config, rope)] == [
-        f"{S}[1].rope.rope_theta"
+        f"{STAGES}[1].rope.rope_theta"
     ]
-    ramp = [f"{S}[0].batch_size_rampup.{name}=2" for name in ("start", "increment")]
+    ramp = [f"{STAGES}[0].batch_size_rampup.{name}=2" for name in ("start", "increment")]
     assert [line.partition(": ")[0].rpartition(".")[2] for line in errors_of(config, *ramp)] == [
         "start",
         "increment",
     ]
     # An item of another type does not move the numbers of those after it.
-    items = errors_of(config, f"{S}[0]=main", f"{S}[2].steps=many")
-    assert [line.partition(": ")[0] for line in items] == [f"{S}[0]", f"{S}[2].steps"]
-    assert "the list has 3 items" in errors_of(config, f"{S}[3].steps=2")[0]
+    items = errors_of(config, f"{STAGES}[0]=main", f"{STAGES}[2].steps=many")
+    assert [line.partition(": ")[0] for line in items] == [f"{STAGES}[0]", f"{STAGES}[2].steps"]
+    assert "the list has 3 items" in errors_of(config, f"{STAGES}[3].steps=2")[0]
 
 
 def test_another_type_of_rope_has_only_its_own_fields(config: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    overrides = [f"{S}[1].rope={json.dumps(yarn)}", f'{S}[2].rope={{"rope_type": "default"}}']
+    overrides = [
+        f"{STAGES}[1].rope={json.dumps(yarn)}",
+        f'{STAGES}[2].rope={{"rope_type": "default"}}',
+    ]
     run = RunConfig.load(config, overrides, world_size=2)
     ropes = [run.stage_config(index).hf_config().rope_parameters for index in range(3)]
     assert ropes[1] == {"rope_theta": 10000.0, **yarn}
@@ -171,8 +201,8 @@ def test_another_type_of_rope_has_only_its_own_fields(config: Path) -> None:
 
 
 def test_a_ramp_that_its_stage_does_not_end_is_noted(config: Path) -> None:
-    run = RunConfig.load(config, [f"{S}[0].batch_size_rampup.tokens=4000"], world_size=2)
-    assert f"{S}[0].batch_size_rampup.tokens: 4000, but the stage ends after 512" in "\n".join(
+    run = RunConfig.load(config, [f"{STAGES}[0].batch_size_rampup.tokens=4000"], world_size=2)
+    assert f"{STAGES}[0].batch_size_rampup.tokens: 4000, but the stage ends after 512" in "\n".join(
         run.cautions()
     )
 
@@ -186,7 +216,7 @@ def test_all_mistakes_are_told_at_once(config: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         RunConfig.load(tmp_path / "run.json", world_size=2)
     keys = {str(error).partition(": ")[0] for error in caught.value.errors}
-    wrong = {f"{S}[0].lr_scale", f"{S}[1].tokens", f"{S}[2].sequence_length"}
+    wrong = {f"{STAGES}[0].lr_scale", f"{STAGES}[1].tokens", f"{STAGES}[2].sequence_length"}
     assert keys == {*wrong, "zero_optimization.stage"}
 
 
