@@ -79,7 +79,7 @@ MISTAKES: list[tuple[Change, str]] = [
     ),
     (
         lambda t, s: t.update(batch_size_rampup={"start": 4, "increment": 4, "tokens": 9}),
-        f"zero_tp.training.batch_size_rampup: given with {STAGES}[0].batch_size_rampup; give the run",
+        f"zero_tp.training.batch_size_rampup: given with {STAGES}[0].batch_size_rampup",
     ),
     (
         lambda t, s: s[2].update(train_micro_batch_size_per_gpu=3),
