@@ -94,6 +94,9 @@ MLPS: dict[str, type[MLP] | type[GatedMLP] | type[Experts]] = {
 }
 
 
+MIXERS: dict[str, type[Attention]] = {"attention": Attention}
+
+
 class TransformerLayer(nn.Module):
     """The parts of a layer; subclasses connect them to the residual stream, whose shape they keep.
 
@@ -130,7 +133,8 @@ class TransformerLayer(nn.Module):
     ):
         super().__init__()
         self._make_norms(make, spec, self.attention_norms)
-        self.attention = Attention(make.child("attention"), spec, streams, number)
+        mixer = MIXERS[spec.mixers[number]]
+        self.attention = mixer(make.child("attention"), spec, streams, number)
         self._make_norms(make, spec, self.mlp_norms)
         self.mlp = MLPS[spec.mlps[number]](make.child("mlp"), spec)
         self.dropout = dropout

@@ -155,6 +155,7 @@ def spec(
         "residual_std": std,
         "dropouts": dropouts(config, attention="attention_dropout"),
         "windows": windows_by_layer(config),
+        "mixers": ("attention",) * layers,
         "attention": attention,
     }
     return TransformerSpec(**{**defaults, **overrides})

@@ -92,7 +92,7 @@ class ExpertsSpec:
 class TransformerSpec:
     """The choices that define one transformer.
 
-    Tables in model/ (NORMS, LAYERS, MLPS) map the names to classes.
+    Tables in model/ (NORMS, LAYERS, MIXERS, MLPS) map the names to classes.
 
     Attributes:
         hidden, layers, heads, kv_heads, head_size, mlp_size, vocabulary: sizes (h, L, a, k, d, 4h,
@@ -101,6 +101,7 @@ class TransformerSpec:
         norm, layer: names in the tables NORMS, LAYERS.
         position: "learned" or "rotary".
         mlps: a name in MLPS for each layer.
+        mixers: a name in MIXERS for each layer: how tokens read others.
         experts: settings of the layers whose MLP is "experts"; `mlp_size` is the width of dense
             MLPs.
         rotaries: for each layer, settings of the position "rotary"; None: it does not rotate.
@@ -154,6 +155,7 @@ class TransformerSpec:
     dropouts: Dropouts
     windows: tuple[int | None, ...]
     rotaries: tuple[Rotary | None, ...]
+    mixers: tuple[str, ...]
     experts: ExpertsSpec | None = None
     layer: str = "sequential"
     query_key_norm: Literal["none", "heads", "whole"] = "none"
