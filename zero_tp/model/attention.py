@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zero_tp.model import flex_attention
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.context import AttentionMask, ForwardContext, Mask, PackedSequences, VarlenMask
+from zero_tp.model.latent_qkv import LatentQKV
 from zero_tp.model.norm import NORMS
 from zero_tp.model.position import apply_rotary
 from zero_tp.model.qkv import FusedQKV, GroupedQKV, heads_by_rank
@@ -78,6 +79,18 @@ VARLEN_HEAD_SIZE = 192
 """The largest head size whose backward torch's flash kernels support on all their devices."""
 
 
+def fill_widths(*heads: Tensor) -> tuple[Tensor, ...]:
+    """Return heads [b, a, s, d] of one width: zeros follow the features of the narrower ones.
+
+    They add nothing to the scores, and columns of zeros to the output.
+    """
+    width = max(tensor.shape[-1] for tensor in heads)
+    return tuple(
+        F.pad(tensor, (0, width - tensor.shape[-1])) if tensor.shape[-1] < width else tensor
+        for tensor in heads
+    )
+
+
 def can_use_varlen(
     mask: AttentionMask, spec: TransformerSpec, dtype: torch.dtype, device: torch.device
 ) -> bool:
@@ -90,8 +103,8 @@ def can_use_varlen(
         and devices.runs_flash(device)
         and dtype in VARLEN_DTYPES
         and spec.dropouts.attention == 0
-        and spec.head_size % 8 == 0
-        and spec.head_size <= VARLEN_HEAD_SIZE
+        and max(spec.head_size, spec.value_size) % 8 == 0
+        and max(spec.head_size, spec.value_size) <= VARLEN_HEAD_SIZE
     )
 
 
@@ -115,6 +128,16 @@ class SDPACore(AttentionCore):
         return VarlenMask(packed, -1 if mask.window is None else mask.window - 1)
 
     def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | VarlenMask | None
+    ) -> Tensor:
+        size = value.shape[-1]
+        # torch's flash kernels need one width; CUDA's others, which take no documents, do not.
+        is_flash = isinstance(mask, VarlenMask) or query.device.type == "cpu"
+        if size == query.shape[-1] or not is_flash:
+            return self._attend(query, key, value, mask)
+        return self._attend(*fill_widths(query, key, value), mask)[..., :size]
+
+    def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | VarlenMask | None
     ) -> Tensor:
         if isinstance(mask, VarlenMask):
@@ -259,6 +282,15 @@ CORES: dict[str, type[AttentionCore]] = {
 }
 
 
+def projection_of(spec: TransformerSpec) -> type[FusedQKV | GroupedQKV | LatentQKV]:
+    """Return the class that projects to a model's queries, keys and values."""
+    if spec.latent is not None:
+        return LatentQKV
+    # The parts of a fused weight are all split. With fewer KV heads K and V may have to be
+    # replicated, which rows of a split weight cannot be.
+    return FusedQKV if spec.kv_heads == spec.heads else GroupedQKV
+
+
 class Attention(ElementwiseModule):
     """QKV split by columns, the core by heads, the output projection by rows.
 
@@ -277,15 +309,11 @@ class Attention(ElementwiseModule):
         self.rotary = spec.rotaries[number]
         self.clip = spec.clip
         self.rotates_first = spec.rotates_before_norm
-        # The parts of a fused weight are all split. With fewer KV heads K and V may have to be
-        # replicated, which rows of a split weight cannot be.
-        fused = spec.kv_heads == spec.heads
-        projection: type[FusedQKV | GroupedQKV] = FusedQKV if fused else GroupedQKV
-        self.qkv = projection(make.child("qkv"), spec)
+        self.qkv = projection_of(spec)(make.child("qkv"), spec)
         self.core = CORES[spec.attention](spec, streams)
         self.output = RowParallelLinear(
             make.child("output"),
-            spec.heads * spec.head_size,
+            spec.heads * spec.value_size,
             spec.hidden,
             bias=spec.output_bias,
             init=Normal(spec.attention_output_std or spec.residual_std),

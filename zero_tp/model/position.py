@@ -35,12 +35,13 @@ class LearnedEmbedding(nn.Module):
 
 class Rotation(NamedTuple):
     """Cosine and sine of every position's angles, [b or 1, 1, s, r/2], and which features turn
-    together (`Rotary.neighbours`).
+    together (`Rotary.neighbours`, `Rotary.last`).
     """
 
     cosine: Tensor
     sine: Tensor
     neighbours: bool = False
+    last: bool = False
 
 
 def compute_rotation(
@@ -60,29 +61,40 @@ def compute_rotation(
         tables = (tables[0].to(dtype), tables[1].to(dtype))
     if rotary.arithmetic == "rounded_tables":
         tables = (tables[0].float(), tables[1].float())
-    return Rotation(*tables, rotary.neighbours)
+    return Rotation(*tables, rotary.neighbours, rotary.last)
 
 
-def _pairs(tensor: Tensor, count: int, neighbours: bool) -> tuple[Tensor, Tensor]:
-    """Return views of the first and second features of the pairs that turn, [*, count] each."""
+def _turning(tensor: Tensor, size: int, last: bool) -> tuple[Tensor, Tensor]:
+    """Return views of the features that turn, [*, size], and of the others."""
+    if last:
+        return tensor[..., -size:], tensor[..., :-size]
+    return tensor[..., :size], tensor[..., size:]
+
+
+def _pairs(tensor: Tensor, neighbours: bool) -> tuple[Tensor, Tensor]:
+    """Return views of the first and second features of the pairs, a half of [*, size] each."""
     if neighbours:
-        return tensor[..., 0 : 2 * count : 2], tensor[..., 1 : 2 * count : 2]
-    return tensor[..., :count], tensor[..., count : 2 * count]
+        return tensor[..., 0::2], tensor[..., 1::2]
+    first, second = tensor.chunk(2, -1)
+    return first, second
 
 
-def _rotate(tensor: Tensor, cosine: Tensor, sine: Tensor, neighbours: bool) -> Tensor:
+def _rotate(
+    tensor: Tensor, cosine: Tensor, sine: Tensor, neighbours: bool, last: bool
+) -> Tensor:
     # A head of 6 features of which r 4 rotate, with angles θ0 θ1:
     #     halves        x0 cos θ0 - x2 sin θ0,  x1 cos θ1 - x3 sin θ1,
     #                   x2 cos θ0 + x0 sin θ0,  x3 cos θ1 + x1 sin θ1,  x4,  x5
     #     neighbours    x0 cos θ0 - x1 sin θ0,  x1 cos θ0 + x0 sin θ0,
     #                   x2 cos θ1 - x3 sin θ1,  x3 cos θ1 + x2 sin θ1,  x4,  x5
-    count = cosine.shape[-1]
-    first, second = _pairs(tensor, count, neighbours)
+    turning, rest = _turning(tensor, 2 * cosine.shape[-1], last)
+    first, second = _pairs(turning, neighbours)
     turned = (first * cosine - second * sine, second * cosine + first * sine)
     joined = torch.stack(turned, -1).flatten(-2) if neighbours else torch.cat(turned, -1)
     rotated = joined.to(tensor.dtype)
-    rest = tensor[..., 2 * count :]
-    return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), -1)
+    if rest.shape[-1] == 0:
+        return rotated
+    return torch.cat((rest, rotated) if last else (rotated, rest), -1)
 
 
 @sharing_memory
@@ -100,25 +112,33 @@ def _rotate_pairs_(*parts: Tensor) -> None:
 
 
 def _rotate_in_place(query: Tensor, key: Tensor, rotation: Rotation, ops: ElementwiseOps) -> None:
-    cosine, sine, neighbours = rotation
-    pairs = [part for heads in (query, key) for part in _pairs(heads, cosine.shape[-1], neighbours)]
+    cosine, sine, neighbours, last = rotation
+    turning = [_turning(heads, 2 * cosine.shape[-1], last)[0] for heads in (query, key)]
+    pairs = [part for heads in turning for part in _pairs(heads, neighbours)]
     ops.map_rows(_rotate_pairs_, _by_position(*pairs, cosine, sine))
 
 
 def _rotate_back(
-    query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, neighbours: bool
+    query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, neighbours: bool, last: bool
 ) -> tuple[Tensor, Tensor]:
-    return _rotate(query, cosine, -sine, neighbours), _rotate(key, cosine, -sine, neighbours)
+    back = Rotation(cosine, -sine, neighbours, last)
+    return _rotate(query, *back), _rotate(key, *back)
 
 
 def _rotate_back_and_join(
-    query: Tensor, key: Tensor, value: Tensor, cosine: Tensor, sine: Tensor, neighbours: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    neighbours: bool,
+    last: bool,
 ) -> Tensor:
     """Return Q | K | V of each position, Q and K rotated back.
 
     [n, b, a, d] each → [n, b, 3·a·d].
     """
-    parts = (*_rotate_back(query, key, cosine, sine, neighbours), value)
+    parts = (*_rotate_back(query, key, cosine, sine, neighbours, last), value)
     return torch.cat([part.flatten(2) for part in parts], -1)
 
 
@@ -145,19 +165,20 @@ class _Rotate(torch.autograd.Function):
         cosine: Tensor,
         sine: Tensor,
         neighbours: bool,
+        last: bool,
         ops: ElementwiseOps,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cosine, sine)
-        ctx.neighbours = neighbours
+        ctx.features = neighbours, last
         ctx.ops = ops
-        _rotate_in_place(query, key, Rotation(cosine, sine, neighbours), ops)
+        _rotate_in_place(query, key, Rotation(cosine, sine, neighbours, last), ops)
         return query, key
 
     @staticmethod
     def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, ...]:
         rows = _by_position(query, key, *ctx.saved_tensors)
-        rotated = ctx.ops.map_rows(_rotate_back, rows, ctx.neighbours)
-        return (*(part.permute(1, 2, 0, 3) for part in rotated), *(None,) * 4)
+        rotated = ctx.ops.map_rows(_rotate_back, rows, *ctx.features)
+        return (*(part.permute(1, 2, 0, 3) for part in rotated), *(None,) * 5)
 
 
 class _RotateProduct(torch.autograd.Function):
@@ -174,20 +195,21 @@ class _RotateProduct(torch.autograd.Function):
         cosine: Tensor,
         sine: Tensor,
         neighbours: bool,
+        last: bool,
         ops: ElementwiseOps,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cosine, sine)
-        ctx.neighbours = neighbours
+        ctx.features = neighbours, last
         ctx.ops = ops
         query, key, value = (split_heads(part, head_size) for part in product.chunk(3, -1))
-        _rotate_in_place(query, key, Rotation(cosine, sine, neighbours), ops)
+        _rotate_in_place(query, key, Rotation(cosine, sine, neighbours, last), ops)
         return query, key, value
 
     @staticmethod
     def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:
         rows = _by_position(query, key, value, *ctx.saved_tensors)
-        product = ctx.ops.map_rows(_rotate_back_and_join, rows, ctx.neighbours)
-        return product, *(None,) * 5
+        product = ctx.ops.map_rows(_rotate_back_and_join, rows, *ctx.features)
+        return product, *(None,) * 6
 
 
 def split_heads(tensor: Tensor, head_size: int) -> Tensor:
@@ -198,7 +220,7 @@ def split_heads(tensor: Tensor, head_size: int) -> Tensor:
 def apply_rotary(
     query: Tensor, key: Tensor, rotation: Rotation, ops: ElementwiseOps
 ) -> tuple[Tensor, Tensor]:
-    """Rotate the first r features of every head in place.
+    """Rotate r features of every head in place.
 
     [b, heads, s, d] → the same tensors. No backward may need them unrotated: a linear layer's and
     a norm's keep their inputs only.

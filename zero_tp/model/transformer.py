@@ -33,12 +33,13 @@ class Embedding(nn.Module):
     def __init__(self, make: ParameterMaker, spec: TransformerSpec, dropout: Dropout):
         super().__init__()
         init = Normal(spec.init_std)
+        word_init = init if spec.embedding_std is None else Normal(spec.embedding_std)
         self.tensor_rank = make.topology.tensor_rank
         self.word = VocabParallelEmbedding(
             make.child("word"),
             spec.vocabulary,
             spec.hidden,
-            init=init,
+            init=word_init,
             padding_token=spec.padding_token,
         )
         self.position = self.token_type = None

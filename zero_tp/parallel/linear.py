@@ -329,6 +329,10 @@ class ColumnParallelLinear(nn.Module):
         )
         return output
 
+    def multiply(self, tensor: Tensor) -> Tensor:
+        """Apply the layer to a whole tensor that f or g has returned. [s, b, i] → [s, b, o/t]."""
+        return _linear(tensor, self.weight, self.bias)
+
 
 class RowParallelLinear(nn.Module):
     """Linear layer split by input features; the replicated bias is added once, after the
@@ -357,12 +361,26 @@ class RowParallelLinear(nn.Module):
 
 
 class ReplicatedLinear(nn.Module):
-    """Linear layer with the same weight and the same input on every rank. [*, i] → [*, o]."""
+    """Linear layer with the same weight on every rank. [*, i] → [*, o].
 
-    def __init__(self, make: ParameterMaker, inputs: int, outputs: int, *, init: Normal):
+    Args:
+        sharded_input: a rank has some of the rows (SP); otherwise all ranks have the same.
+    """
+
+    def __init__(
+        self,
+        make: ParameterMaker,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool = True,
+        init: Normal,
+        sharded_input: bool = False,
+    ):
         super().__init__()
-        self.weight = make.parameter("weight", (outputs, inputs), Replicated(), init)
-        self.bias = make.parameter("bias", (outputs,), Replicated(), ConstantInit(0.0))
+        layout = Replicated("partial" if sharded_input else "identical")
+        self.weight = make.parameter("weight", (outputs, inputs), layout, init)
+        self.bias = make.parameter("bias", (outputs,), layout, ConstantInit(0.0)) if bias else None
 
     def forward(self, tensor: Tensor) -> Tensor:
         return _linear(tensor, self.weight, self.bias)

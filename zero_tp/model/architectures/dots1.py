@@ -16,6 +16,7 @@ FIELDS = common.fields(
         "attention_bias",
         "sliding_window",
         "max_window_layers",
+        "first_k_dense_replace",
         *grouped_experts.READ,
     ),
     irrelevant=grouped_experts.IRRELEVANT,

@@ -11,14 +11,14 @@ from zero_tp.model.architectures.spec import TransformerSpec
 
 FIELDS = common.fields(
     sizes=("num_key_value_heads", "head_dim", *grouped_experts.SIZES),
-    read=("pad_token_id", "attention_bias", "use_qk_norm", *grouped_experts.READ),
-    irrelevant={
-        **grouped_experts.IRRELEVANT,
-        **dict.fromkeys(
-            ("num_mtp_layers", "num_nextn_predict_layers"),
-            "the class has no layers that predict a second token",
-        ),
-    },
+    read=(
+        "pad_token_id",
+        "attention_bias",
+        "use_qk_norm",
+        "first_k_dense_replace",
+        *grouped_experts.READ,
+    ),
+    irrelevant={**grouped_experts.IRRELEVANT, **grouped_experts.SECOND_TOKEN},
     undeclared={"head_dim": int},
 )
 

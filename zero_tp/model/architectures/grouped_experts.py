@@ -22,10 +22,15 @@ SIZES = (
     "n_group",
     "topk_group",
 )
-READ = ("norm_topk_prob", "first_k_dense_replace", "routed_scaling_factor")
+DENSE, SPARSE = "dense", "sparse"
+"""Values of `mlp_layer_types`."""
+READ = ("norm_topk_prob", "routed_scaling_factor")
 IRRELEVANT = {"output_router_logits": "the class has no load-balancing loss"}
-NUM_LOCAL_EXPERTS = {"num_local_experts": int}
-"""The class's own name of `n_routed_experts`."""
+SECOND_TOKEN = dict.fromkeys(
+    ("num_mtp_layers", "num_nextn_predict_layers"),
+    "the class has no layers that predict a second token",
+)
+"""Fields without effect, of layers that published files may have."""
 
 WEIGHTS = partial(
     llama_names.weights, shared="shared_experts", correction_bias="gate.e_score_correction_bias"
@@ -38,14 +43,25 @@ def spec(config: PretrainedConfig, **overrides: Any) -> TransformerSpec:
 
 
 def _mlps(config: PretrainedConfig) -> tuple[str, ...]:
-    dense = config.first_k_dense_replace
     layers = config.num_hidden_layers
+    if hasattr(config, "mlp_layer_types"):
+        return _mlps_by_layer(config.mlp_layer_types, layers)
+    dense = config.first_k_dense_replace
     key = f"{MODEL_KEY}.first_k_dense_replace"
     if not isinstance(dense, int) or dense < 0:
         raise ConfigError(key, f"{dense} is not a number of layers", "give 0 or more")
     if dense >= layers:
         raise ConfigError(key, "no layer has experts", f"give less than {layers}")
     return ("gated",) * dense + ("experts",) * (layers - dense)
+
+
+def _mlps_by_layer(types: list[str], layers: int) -> tuple[str, ...]:
+    key = f"{MODEL_KEY}.mlp_layer_types"
+    if len(types) != layers:
+        raise ConfigError(key, f"{len(types)} entries for {layers} layers", "give one for each")
+    if SPARSE not in types:
+        raise ConfigError(key, "no layer has experts", f'give a layer "{SPARSE}"')
+    return tuple("experts" if kind == SPARSE else "gated" for kind in types)
 
 
 def _experts(config: PretrainedConfig) -> ExpertsSpec:

@@ -40,9 +40,10 @@ class Rotary:
     Attributes:
         frequencies: (length of the sequence so far, device) → (radians per position, fp32 [size /
             2], factor of cosine and sine).
-        size: number of features that rotate, the first ones of each head.
+        size: number of features of each head that rotate.
         by_length: the frequencies depend on the sequence length (dynamic scaling).
         neighbours: features 2i and 2i + 1 turn together, not i and i + size/2.
+        last: the last features of each head rotate, not the first.
         arithmetic: where 16-bit activations are rounded: "activations" rounds cosine, sine and each
             product; "rounded_tables" cosine and sine, and then only the sum of the fp32 products;
             "fp32" that sum only.
@@ -52,6 +53,7 @@ class Rotary:
     size: int
     by_length: bool = False
     neighbours: bool = False
+    last: bool = False
     arithmetic: Literal["activations", "rounded_tables", "fp32"] = "activations"
 
 
@@ -89,6 +91,27 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention: queries, and keys with values, are products of narrow latents
+    (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Attributes:
+        query: width of the queries' latent; None: they are products of the hidden state.
+        key_value: width of the latent of keys and values.
+        rotated: features of a head's queries and keys that rotate, the last ones; all heads share
+            those of the keys.
+        value: features of a head's values.
+        norm_epsilon: of the latents' norms.
+    """
+
+    query: int | None
+    key_value: int
+    rotated: int
+    value: int
+    norm_epsilon: float
+
+
+@dataclass(frozen=True)
 class TransformerSpec:
     """The choices that define one transformer.
 
@@ -104,9 +127,11 @@ class TransformerSpec:
         mixers: a name in MIXERS for each layer: how tokens read others.
         experts: settings of the layers whose MLP is "experts"; `mlp_size` is the width of dense
             MLPs.
+        latent: settings of latent attention; None: Q, K and V are products of the hidden state.
         rotaries: for each layer, settings of the position "rotary"; None: it does not rotate.
         activation: the MLP's elementwise function.
-        qkv_bias, output_bias, mlp_bias: which linear layers have biases.
+        qkv_bias, output_bias, mlp_bias: which linear layers have biases; of latent attention
+            the projections to latents.
         query_key_norm: a norm of queries and keys, over each head's d features ("heads") or all
             heads' ("whole").
         rotates_before_norm: queries and keys are rotated, then normed.
@@ -129,6 +154,7 @@ class TransformerSpec:
         padding_token: its row of the word embedding starts as zeros and gets no gradient from the
             look-up.
         init_std: standard deviation of initial weights.
+        embedding_std: that of the word embedding; by default init_std.
         residual_std: that of the weights that end a residual branch.
         attention_output_std: that of the attention's output projection; by default residual_std.
     """
@@ -157,6 +183,7 @@ class TransformerSpec:
     rotaries: tuple[Rotary | None, ...]
     mixers: tuple[str, ...]
     experts: ExpertsSpec | None = None
+    latent: LatentSpec | None = None
     layer: str = "sequential"
     query_key_norm: Literal["none", "heads", "whole"] = "none"
     clip: float | None = None
@@ -170,6 +197,7 @@ class TransformerSpec:
     embedding_scale: Callable[[torch.dtype], float] | None = None
     residual_scale: float = 1.0
     attention_output_std: float | None = None
+    embedding_std: float | None = None
     causal: bool = True
     sentence_head: bool = False
     token_types: int = 0
@@ -190,6 +218,11 @@ class TransformerSpec:
         if self.attention == "flex_attention":
             return not (flash and self.fits_flex)
         return self.attention != "sdpa"
+
+    @property
+    def value_size(self) -> int:
+        """Return the features of a head's values, and of its output."""
+        return self.head_size if self.latent is None else self.latent.value
 
     @property
     def fits_flex(self) -> bool:
