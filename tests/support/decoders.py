@@ -105,17 +105,21 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     fields |= factors
     fields |= _choices(draw, {name: BOOLEAN for name in flags if name in declared})
     if "n_routed_experts" in declared:
-        fields |= _grouped_expert_fields(draw, sizes["layers"])
+        fields |= _grouped_expert_fields(draw, declared, sizes["layers"])
         fields |= _choices(draw, {name: BOOLEAN for name in ("use_qk_norm",) if name in declared})
     elif "moe_k" in declared:
         del fields["use_bias"]  # refused
         fields |= _biased_expert_fields(draw, sizes["layers"])
     elif "num_experts_per_tok" in declared:
         fields |= _expert_fields(draw, model_type, declared, sizes["layers"])
-    if "num_key_value_heads" in declared:
+    if "kv_lora_rank" in declared:
+        fields |= _latent_fields(draw, fields)
+    elif "num_key_value_heads" in declared:
         divisors = [count for count in range(1, heads + 1) if heads % count == 0]
         fields["num_key_value_heads"] = draw(st.sampled_from(divisors), label="KV heads")
-    if "head_dim" in declared or "head_dim" in ARCHITECTURES[model_type].fields.undeclared:
+    if "kv_lora_rank" not in declared and (
+        "head_dim" in declared or "head_dim" in ARCHITECTURES[model_type].fields.undeclared
+    ):
         # The norm of a head of 2 features is ill-conditioned: transformers' own fp32 gradients are
         # then 1e-5 off.
         fields["head_dim"] = 2 * draw(st.integers(2, 5), label="head size / 2")
@@ -134,7 +138,9 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         )
     if model_type == "seed_oss":  # its class's are 0.1
         fields |= {"residual_dropout": 0.0, "attention_dropout": 0.0}
-    head_size = fields.get("head_dim", sizes["hidden"] // heads)
+    head_size = fields.get(
+        "qk_rope_head_dim", fields.get("head_dim", sizes["hidden"] // heads)
+    )
     if "partial_rotary_factor" in (AutoConfig.for_model(model_type).rope_parameters or {}):
         shares = [0.5, 1.0] if head_size > 2 else [1.0]
         # transformers' YaRN fails with an odd number of features.
@@ -197,12 +203,34 @@ def _expert_fields(draw: st.DrawFn, model_type: str, declared: Any, layers: int)
     return fields
 
 
-def _grouped_expert_fields(draw: st.DrawFn, layers: int) -> dict[str, Any]:
+def _latent_fields(draw: st.DrawFn, fields: dict[str, Any]) -> dict[str, Any]:
+    """Those of latent attention; a norm of fewer features is ill-conditioned."""
+    if fields["rope_parameters"]["rope_type"] == "yarn":
+        factors: tuple[dict[str, float], ...] = ({}, {"mscale": 1.0, "mscale_all_dim": 0.6})
+        fields["rope_parameters"] |= draw(st.sampled_from(factors), label="two scales")
+    widths = st.integers(8, 14)
+    return {
+        "num_key_value_heads": fields["num_attention_heads"],
+        "q_lora_rank": draw(st.one_of(st.none(), widths), label="latent of queries"),
+        "kv_lora_rank": draw(widths, label="latent of keys and values"),
+        "qk_nope_head_dim": draw(st.integers(1, 6), label="features that do not turn"),
+        "qk_rope_head_dim": 2 * draw(st.integers(1, 3), label="features that turn / 2"),
+        "v_head_dim": draw(st.integers(2, 12), label="features of values"),
+        "rope_interleave": draw(st.booleans(), label="neighbours turn"),
+    }
+
+
+def _grouped_expert_fields(draw: st.DrawFn, declared: Any, layers: int) -> dict[str, Any]:
     """Those of experts in groups, of which a token chooses some."""
     groups = draw(st.integers(1, 3), label="groups")
     of_group = draw(st.integers(2, 3), label="experts of a group")
     chosen_groups = draw(st.integers(1, groups), label="groups a token")
+    dense = draw(st.integers(0, layers - 1), label="dense layers")
+    kinds = {"first_k_dense_replace": dense}
+    if "mlp_layer_types" in declared:
+        kinds = {"mlp_layer_types": ["sparse"] * (layers - dense) + ["dense"] * dense}
     return {
+        **kinds,
         "n_routed_experts": groups * of_group,
         "n_group": groups,
         "topk_group": chosen_groups,
@@ -211,7 +239,6 @@ def _grouped_expert_fields(draw: st.DrawFn, layers: int) -> dict[str, Any]:
         ),
         "n_shared_experts": draw(st.integers(1, 2), label="shared experts"),
         "moe_intermediate_size": 4 * draw(st.integers(1, 8), label="width of an expert"),
-        "first_k_dense_replace": draw(st.integers(0, layers - 1), label="dense layers"),
         "norm_topk_prob": draw(st.booleans(), label="normalised"),
         "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5]), label="scale"),
     }

@@ -32,6 +32,12 @@ SIZES = {
         "n_routed_experts": 2,
         "n_shared_experts": 1,
         "first_k_dense_replace": 0,
+        "mlp_layer_types": ["sparse"],
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
         "moe_num_experts": 2,
         "moe_k": 1,
         "moe_layer_start_index": 0,
@@ -80,6 +86,12 @@ GENERAL_SIZES: dict[str, Any] = {
     "n_group": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "q_lora_rank": 10,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
     "moe_num_experts": 5,
     "moe_k": 2,
     "moe_num_shared_experts": 1,
@@ -107,13 +119,17 @@ def general_fields(model_type: str) -> dict[str, Any]:
     types = {"layer_types": [SLIDING, FULL, SLIDING]} if "layer_types" in known else {}
     if "max_window_layers" in known:  # it decides
         types = {}
+    sizes = dict(GENERAL_SIZES)
+    if "kv_lora_rank" in known:
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+        del sizes["head_dim"]  # the features that rotate
     return {
         "model_type": model_type,
         **dict.fromkeys(fields.dropouts, 0.0),
         **types,
         **{
             aliases.get(name, name): value
-            for name, value in GENERAL_SIZES.items()
+            for name, value in sizes.items()
             if aliases.get(name, name) in known
         },
     }

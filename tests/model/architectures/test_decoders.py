@@ -118,6 +118,7 @@ def test_logits_loss_and_every_gradient(
         others = partial_norms(fields, world, sequence=sequence) + partial_mlps(
             fields, sequence=sequence
         )
+        others += sequence * latents(fields)
         assert counts[0][f"hooks, SP {sequence}"] == parts + sequence * positions + others
 
 
@@ -144,6 +145,14 @@ def partial_mlps(fields: dict[str, Any], *, sequence: bool) -> int:
     spec = architecture_of(config).spec(config)
     routers = len(spec.expert_layers) * (1 + (sequence and fields["model_type"] == "qwen2_moe"))
     return routers + 2 * spec.mlps.count("xielu")
+
+
+def latents(fields: dict[str, Any]) -> int:
+    """Parameters of latents and their norms, which see all tokens, or those of a sequence shard."""
+    if "kv_lora_rank" not in fields:
+        return 0
+    each = 2 + bool(fields.get("attention_bias"))
+    return fields["num_hidden_layers"] * each * (1 + (fields["q_lora_rank"] is not None))
 
 
 def partial_norms(fields: dict[str, Any], world: int, *, sequence: bool) -> int:

@@ -59,8 +59,9 @@ def fields(model_type: str, **given: Any) -> dict[str, Any]:
         "hidden_size": 128,
         **given,
     }
-    if "head_dim" in written:
-        written["head_dim"] = 20
+    for name in ("head_dim", "qk_rope_head_dim"):
+        if name in written:
+            written[name] = 20
     if model_type in BY_TYPE and "rope_parameters" in given:
         written["layer_types"] = [FULL] * written["num_hidden_layers"]
         written["rope_parameters"] = {FULL: given["rope_parameters"]}
@@ -100,7 +101,7 @@ def same_as_native(written: dict[str, Any], seed: int) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             kind = (config.layer_types[number],) if config.model_type in BY_TYPE else ()
             expected = module(torch.zeros(1, dtype=dtype), positions, *kind)
-            cosine, sine, _ = compute_rotation(rotary, positions, last, dtype)
+            cosine, sine, *_ = compute_rotation(rotary, positions, last, dtype)
             backwards = -1 if config.model_type == "nanochat" else 1
             for ours, theirs in zip((cosine, backwards * sine), expected, strict=True):
                 # transformers has each angle twice; a table of its own dtype is widened later.
