@@ -138,9 +138,7 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         )
     if model_type == "seed_oss":  # its class's are 0.1
         fields |= {"residual_dropout": 0.0, "attention_dropout": 0.0}
-    head_size = fields.get(
-        "qk_rope_head_dim", fields.get("head_dim", sizes["hidden"] // heads)
-    )
+    head_size = fields.get("qk_rope_head_dim", fields.get("head_dim", sizes["hidden"] // heads))
     if "partial_rotary_factor" in (AutoConfig.for_model(model_type).rope_parameters or {}):
         shares = [0.5, 1.0] if head_size > 2 else [1.0]
         # transformers' YaRN fails with an odd number of features.

@@ -6,12 +6,15 @@ in this step exceeded the threshold τ:
     γ = min(1, τ / S)        W_q ← γ^α W_q        W_k ← γ^(1-α) W_k
 
 A group of queries shares its keys, so S is the largest of the group, and γ scales all of it, as in
-Megatron-core. S is over positions, micro-batches and all ranks, so ranks that share a KV head scale
-it alike. Masters are scaled before they are rounded to weights; momentum and moments stay.
+Megatron-core. Of latent attention W_q and W_k are those of the features that do not rotate; a
+head's queries that rotate are scaled by γ, and the keys that all heads share are not. S is over
+positions, micro-batches and all ranks, so ranks that share a KV head scale it alike. Masters are
+scaled before they are rounded to weights; momentum and moments stay.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,9 +29,9 @@ from zero_tp.engine.zero.fragments import Fragment
 from zero_tp.engine.zero.matrices import QKV
 from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.model.architectures import architecture_of
-from zero_tp.model.architectures.spec import TransformerSpec
+from zero_tp.model.architectures.spec import LatentSpec, TransformerSpec
 from zero_tp.model.attention_scores import AttentionScores
-from zero_tp.parallel.layout import layout_of
+from zero_tp.parallel.layout import layout_of, whole_shape
 
 
 def check_qk_clip(
@@ -120,7 +123,7 @@ class QKClip:
                 continue
             parameter = zero.model.get_parameter(fragment.name)
             layout = layout_of(parameter, fragment.name)
-            width = 1 if part.endswith("bias") else zero.model.spec.hidden
+            width = math.prod(whole_shape(parameter)[1:])
             own = layout.shard(factors, topology.tensor_rank, topology.tensor)
             layer = int(before.rpartition(".")[2])
             rows.append(ScaledRows(fragment, layer, own.to(fragment.flat.device), width))
@@ -145,7 +148,8 @@ class QKClip:
         self._tables = None
         if self.clipped_heads:
             ones = torch.ones_like(gamma[:, :1])
-            tables = torch.cat([gamma**self._alpha, gamma ** (1 - self._alpha), ones], 1)
+            factors = [gamma**self._alpha, gamma ** (1 - self._alpha), ones, gamma]
+            tables = torch.cat(factors, 1)
             self._tables = list(tables.float())
 
     def _scale(self, masters: Sequence[Tensor]) -> bool:
@@ -162,14 +166,22 @@ class QKClip:
 def factor_places(spec: TransformerSpec) -> dict[str, Tensor]:
     """Return the place of each row's factor in a layer's table, by the end of a parameter's name.
 
-    A table has γ^α of each KV head's group, then γ^(1-α), then 1. With 4 heads and 2 KV heads of 1
-    row:
+    A table has γ^α of each KV head's group, then γ^(1-α), then 1, then γ. With 4 heads and 2 KV
+    heads of 1 row:
 
         query, query_bias    0 0 1 1
         key, key_bias        2 3
         weight, bias         0 0 1 1   2 3   4 4 of a fused parameter: Q | K | V
+
+    Of latent attention with 2 heads of 2 features, of which 1 rotates, and values of 1 (the keys'
+    features that rotate are all heads', and stay):
+
+        query.weight         0 5   1 6           K | V of each head:
+        key_value.weight     2 4   3 4
     """
     count, size = spec.kv_heads, spec.head_size
+    if spec.latent is not None:
+        return _places_of_latents(count, size, spec.latent)
     queries = torch.arange(spec.heads * size) // size // (spec.heads // count)
     keys = count + torch.arange(count * size) // size
     fused = torch.cat([queries, keys, torch.full((count * size,), 2 * count)])
@@ -180,4 +192,15 @@ def factor_places(spec: TransformerSpec) -> dict[str, Tensor]:
         "query_bias": queries,
         "key": keys,
         "key_bias": keys,
+    }
+
+
+def _places_of_latents(count: int, size: int, latent: LatentSpec) -> dict[str, Tensor]:
+    heads = torch.arange(count)[:, None]
+    keys = size - latent.rotated
+    queries = (heads.expand(-1, keys), (2 * count + 1 + heads).expand(-1, latent.rotated))
+    values = torch.full((count, latent.value), 2 * count)
+    return {
+        "query.weight": torch.cat(queries, 1).flatten(),
+        "key_value.weight": torch.cat([(count + heads).expand(-1, keys), values], 1).flatten(),
     }

@@ -135,7 +135,8 @@ class SDPACore(AttentionCore):
         is_flash = isinstance(mask, VarlenMask) or query.device.type == "cpu"
         if size == query.shape[-1] or not is_flash:
             return self._attend(query, key, value, mask)
-        return self._attend(*fill_widths(query, key, value), mask)[..., :size]
+        query, key, value = fill_widths(query, key, value)
+        return self._attend(query, key, value, mask)[..., :size]
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | VarlenMask | None

@@ -22,6 +22,26 @@ class ForwardFlops(NamedTuple):
     logits: float
 
 
+def projections(spec: TransformerSpec, tensor: int = 1) -> list[tuple[int, float]]:
+    """Return (inputs, outputs) of the products that make a rank's queries, keys and values.
+
+    Args:
+        tensor: TP degree. Latents are whole on each rank. With fewer KV heads than ranks each
+            computes a whole head, which others compute too.
+    """
+    latent = spec.latent
+    queries = spec.heads * spec.head_size / tensor
+    if latent is None:
+        kv_heads = max(1.0, spec.kv_heads / tensor)
+        return [(spec.hidden, queries + 2 * kv_heads * spec.head_size)]
+    expanded = spec.heads * (spec.head_size - latent.rotated + latent.value) / tensor
+    return [
+        (spec.hidden, latent.width),
+        (latent.query or spec.hidden, queries),
+        (latent.key_value, expanded),
+    ]
+
+
 def layer_products(spec: TransformerSpec) -> float:
     """Return the multiply-adds per token of a layer's matrices, a mean over layers.
 
@@ -29,8 +49,8 @@ def layer_products(spec: TransformerSpec) -> float:
 
     Experts count only if they compute the token; routers and the shared experts' gates count too.
     """
-    # Queries and the output projection, keys and values.
-    attention = spec.hidden * spec.head_size * (2 * spec.heads + 2 * spec.kv_heads)
+    attention = sum(inputs * outputs for inputs, outputs in projections(spec))
+    attention += spec.heads * spec.value_size * spec.hidden
     choices = 0
     if spec.experts is not None:
         has_gate = spec.experts.shared > 0 and spec.experts.shared_gate
@@ -58,7 +78,7 @@ def forward_flops(
     """
     tokens = batch * length
     # QKᵀ and the product with V, two FLOPs a multiply-add each.
-    core = 4.0 * tokens * length * spec.heads * spec.head_size
+    core = 2.0 * tokens * length * spec.heads * (spec.head_size + spec.value_size)
     return ForwardFlops(
         2.0 * tokens * layer_products(spec),
         core,

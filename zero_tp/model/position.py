@@ -79,9 +79,7 @@ def _pairs(tensor: Tensor, neighbours: bool) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def _rotate(
-    tensor: Tensor, cosine: Tensor, sine: Tensor, neighbours: bool, last: bool
-) -> Tensor:
+def _rotate(tensor: Tensor, cosine: Tensor, sine: Tensor, neighbours: bool, last: bool) -> Tensor:
     # A head of 6 features of which r 4 rotate, with angles θ0 θ1:
     #     halves        x0 cos θ0 - x2 sin θ0,  x1 cos θ1 - x3 sin θ1,
     #                   x2 cos θ0 + x0 sin θ0,  x3 cos θ1 + x1 sin θ1,  x4,  x5

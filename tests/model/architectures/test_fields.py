@@ -85,7 +85,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "q_lora_rank": (12, None, 0),
     "kv_lora_rank": (10, 0),
     "qk_nope_head_dim": (8, 0),
-    "qk_rope_head_dim": (6, 5, 0),
+    "qk_rope_head_dim": (6, 0),
     "v_head_dim": (6, 12, None, 0),
     "rope_interleave": (False, None),
     "routed_scaling_factor": (2.5, 1.0),
@@ -157,7 +157,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
 # Used, but for what no output shows: the longest sequence, and how weights are drawn.
 # What a field does not fit to.
 OTHER_SIDE = (
-    "num_experts_per_tok|n_group|topk_group|moe_k|moe_layer_start_index|rope_parameters|rotary_pct|"
+    "num_experts_per_tok|n_group|topk_group|moe_k|moe_layer_start_index|mlp_layer_types|"
+    "rope_parameters|rotary_pct|"
     "hidden_size|n_embd|num_key_value_heads"
 )
 NOT_IN_OUTPUT = (

@@ -11,6 +11,7 @@ parameters, and ZeRO cuts the shards. Llama's gate and up (rows of one parameter
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from transformers import PretrainedConfig
 
 from zero_tp.base.errors import UserError
 from zero_tp.model.architectures import Weight, architecture_of, weights_of
+from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.parallel.layout import Replicated, layout_of, whole_shape
 from zero_tp.parallel.spans import Span, Spans
 
@@ -110,7 +112,7 @@ def matrices_of(
     Raises:
         UserError: a file's tensor of which another parameter has a part.
     """
-    head_size = architecture_of(config).spec(config).head_size
+    spec = architecture_of(config).spec(config)
     maps: dict[str, dict[str, ExpertRows]] = {}
     transposed: dict[str, bool] = {}
     for weight in weights_of(config):
@@ -134,8 +136,8 @@ def matrices_of(
         )
         columns = whole_shape(parameters[parts[0].parameter])[-1]
         matrix = Matrix(name, (height, columns), transposed[name], parts)
-        is_qkv = all(QKV in part.parameter for part in parts)
-        matrices += heads_of(matrix, head_size) if per_head and is_qkv else [matrix]
+        sizes = rows_of_head(spec, parts[0].parameter) if per_head else ()
+        matrices += heads_of(matrix, sizes) if sizes else [matrix]
     return matrices
 
 
@@ -157,10 +159,26 @@ def call_of(matrix: Matrix, calls: Mapping[str, int]) -> int:
     return first
 
 
-def heads_of(matrix: Matrix, size: int) -> Iterator[Matrix]:
-    """Yield each run of `size` rows as a matrix: a head's Q, K or V."""
-    for start in range(0, matrix.shape[0], size):
-        head = slice(start, start + size)
+def rows_of_head(spec: TransformerSpec, parameter: str) -> tuple[int, ...]:
+    """Return the rows of each of a head's matrices in a parameter, by its name; none: it has no
+    heads.
+    """
+    _, _, part = parameter.partition(QKV)
+    if spec.latent is None:
+        return (spec.head_size,) if part else ()
+    # A head's keys are before its values, as in Hugging Face's files.
+    keys = spec.head_size - spec.latent.rotated
+    return {
+        "query.weight": (spec.head_size,),
+        "key_value.weight": (keys, spec.latent.value),
+    }.get(part, ())
+
+
+def heads_of(matrix: Matrix, sizes: tuple[int, ...]) -> Iterator[Matrix]:
+    """Yield runs of rows as matrices: a head's Q, K or V, of these sizes in turn."""
+    ends = list(itertools.accumulate(sizes * (matrix.shape[0] // sum(sizes))))
+    for start, stop in itertools.pairwise([0, *ends]):
+        head = slice(start, stop)
         parts = tuple(
             replace(
                 part,
@@ -169,7 +187,7 @@ def heads_of(matrix: Matrix, size: int) -> Iterator[Matrix]:
             for part in matrix.parts
         )
         name = f"{matrix.name}, rows {start} to {head.stop - 1}"
-        yield Matrix(name, (size, matrix.shape[1]), matrix.is_transposed, parts)
+        yield Matrix(name, (stop - start, matrix.shape[1]), matrix.is_transposed, parts)
 
 
 ExpertRows = tuple[int, Spans]

@@ -1,5 +1,5 @@
-"""glm4_moe_lite is Hugging Face's Glm4MoeLiteForCausalLM (GLM-4.7-Flash): DeepSeek-V3 with a list of
-the layers that have experts.
+"""glm4_moe_lite is Hugging Face's Glm4MoeLiteForCausalLM (GLM-4.7-Flash): DeepSeek-V3, with a list
+of the layers that have experts.
 """
 
 from __future__ import annotations

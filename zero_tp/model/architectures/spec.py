@@ -110,6 +110,13 @@ class LatentSpec:
     value: int
     norm_epsilon: float
 
+    @property
+    def width(self) -> int:
+        """Return the features of a token that all heads share: its latents, and the keys' that
+        rotate.
+        """
+        return (self.query or 0) + self.key_value + self.rotated
+
 
 @dataclass(frozen=True)
 class TransformerSpec:

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from zero_tp.model.architectures.spec import TransformerSpec
+from zero_tp.model.architectures.spec import LatentSpec, TransformerSpec
 from zero_tp.model.transformer import LAYERS
 from zero_tp.tools.planning.plan_settings import Workload
 
@@ -44,6 +44,7 @@ class Layer:
         sequence: SP is on.
         itemsize: e, bytes of an element.
         head_size, kv_heads, mlp_size: d, k and f; None: h/a, a and 4h.
+        latent: of latent attention.
         gated: the MLP multiplies its activation's output by a second product of its input.
         residual_dropout, attention_dropout: whether there is any.
         soft_cap: of the attention's scores.
@@ -61,6 +62,7 @@ class Layer:
     head_size: int | None = None
     kv_heads: int | None = None
     mlp_size: float | None = None
+    latent: LatentSpec | None = None
     gated: bool = False
     residual_dropout: bool = True
     attention_dropout: bool = True
@@ -81,6 +83,7 @@ class Layer:
             head_size=spec.head_size,
             kv_heads=spec.kv_heads,
             mlp_size=workload.active_width(spec),
+            latent=spec.latent,
             gated=spec.mlp_matrices == 3,
             residual_dropout=spec.dropouts.residual > 0,
             attention_dropout=spec.dropouts.attention > 0,
@@ -106,6 +109,21 @@ class Layer:
     def keys(self) -> float:
         """Return the elements of the keys on this rank, sbkd/t; the values have as many."""
         return self.queries * (self.kv_heads or self.a) / self.a
+
+    @property
+    def attention(self) -> float:
+        """Return the elements of Q, K, V and the core's output, and of what backward needs to make
+        them besides the layer's input.
+        """
+        if self.latent is None:
+            return 2 * self.queries + 2 * self.keys
+        # Keys are copies of a product's features and of the shared ones. Latents are kept before
+        # their norms and after them, where under SP they are whole.
+        rank_heads = self.s * self.b * self.a / self.t
+        size = self.queries / rank_heads
+        heads = 3 * size - self.latent.rotated + 2 * self.latent.value
+        latents = self.s * self.b * self.latent.width
+        return rank_heads * heads + latents * (1 + (1 / self.t if self.sequence else 1))
 
     @property
     def mlp(self) -> float:
@@ -166,10 +184,9 @@ def saved(layer: Layer, core: Core = eager_core) -> float:
     #     attention   2 · (2 + 2) sbh/t = 8 sbh/t    Q, K, V and the projection's input
     #     MLP         2 · 2 · 4 sbh/t   = 16 sbh/t
     stream = 4 * e + (2 if layer.residual_dropout else 0)
-    attention = e * (2 * layer.queries + 2 * layer.keys)
     return (
         stream * layer.residual
-        + attention
+        + e * layer.attention
         + core(layer)
         + (4 if layer.gated else 2) * e * layer.mlp
     )

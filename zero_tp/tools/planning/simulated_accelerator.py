@@ -160,6 +160,10 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         output = torch.empty_like(query)
+        if value.shape[-1] != query.shape[-1]:
+            batch, heads, length, _ = query.shape
+            sizes = (length, batch, heads, value.shape[-1])
+            output = query.new_empty(sizes).permute(1, 2, 0, 3)
         # The last one is the logarithm of each softmax's sum, fp32 [b, a, s].
         ctx.save_for_backward(
             query, key, value, mask, output, query.new_empty(query.shape[:3], dtype=torch.float32)

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zero_tp.model.architectures.spec import TransformerSpec
-from zero_tp.model.flops import forward_flops, head_products
+from zero_tp.model.flops import forward_flops, head_products, projections
 from zero_tp.model.norm import NORMS
 from zero_tp.model.transformer import LAYERS
 from zero_tp.parallel.devices import Device
@@ -197,7 +197,7 @@ class StepTimeEstimator:
 
     def layer_time(self) -> LayerTime:
         """Return the time of one layer and micro-batch, a mean over layers."""
-        products = [*self._column_products(), *self._row_products()]
+        products = [*self._attention_products(), self._mlp_product(), *self._row_products()]
         # Forward is [tokens, depth] · [depth, columns]. Backward has two products of the same
         # FLOPs, of other shapes and so with other tiles.
         outputs = sum(
@@ -239,22 +239,26 @@ class StepTimeEstimator:
 
     # ---- products --------------------------------------------------------------------------------
 
-    def _column_products(self) -> list[tuple[float, float]]:
-        """Return (inputs, outputs) of the column-parallel products."""
-        spec = self.spec
-        t = self.workload.tensor
-        # With fewer KV heads than ranks each rank computes a whole head, which others compute too.
-        kv_heads = max(1.0, spec.kv_heads / t)
+    def _attention_products(self) -> list[tuple[float, float]]:
+        """Return (inputs, outputs) of the products that make queries, keys and values."""
+        latents, *others = projections(self.spec, self.workload.tensor)
+        if self.spec.latent is None or not self.workload.sequence:
+            return [latents, *others]
+        # Under SP a rank makes those of its own tokens only.
+        return [(latents[0], latents[1] / self.workload.tensor), *others]
+
+    def _mlp_product(self) -> tuple[float, float]:
+        """Return (inputs, outputs) of the MLP's column-parallel product."""
         # A plain MLP has one column-parallel product, a gated one two: gate and up.
-        mlp = (spec.mlp_matrices - 1) * self.workload.active_width(spec) / t
-        return [(spec.hidden, (spec.heads / t + 2 * kv_heads) * spec.head_size), (spec.hidden, mlp)]
+        width = self.workload.active_width(self.spec) / self.workload.tensor
+        return (self.spec.hidden, (self.spec.mlp_matrices - 1) * width)
 
     def _row_products(self) -> list[tuple[float, float]]:
         """Return (inputs, outputs) of the row-parallel products."""
         spec = self.spec
         t = self.workload.tensor
         return [
-            (spec.heads * spec.head_size / t, spec.hidden),
+            (spec.heads * spec.value_size / t, spec.hidden),
             (self.workload.active_width(spec) / t, spec.hidden),
         ]
 
@@ -329,7 +333,11 @@ class StepTimeEstimator:
         e = self.workload.itemsize
         layer = self.layer
         stream = self.layer.residual
-        biased = zip(self._column_products(), (spec.qkv_bias, spec.mlp_bias), strict=True)
+        # Of latent attention only the latents have biases.
+        biased = (
+            (self._attention_products()[0], spec.qkv_bias),
+            (self._mlp_product(), spec.mlp_bias),
+        )
         biased_columns = self._tokens * sum(outputs for (_, outputs), bias in biased if bias)
         row_biases = spec.output_bias + spec.mlp_bias
         # Two residual dropouts; each reads and writes the tensor and has a mask of one byte an
@@ -398,7 +406,8 @@ class StepTimeEstimator:
         An all-reduce has two halves, a reduce-scatter and an all-gather. Forward has four halves,
         all exposed. Backward has four that overlap with products of the column-parallel layers:
         with weight gradients, and under SP with input gradients too. SP adds two exposed
-        all-gathers of the output gradients of row-parallel layers.
+        all-gathers of the output gradients of row-parallel layers. Latents are sent instead of the
+        attention's input, and nothing overlaps with that.
         """
         workload = self.workload
         rates = self.rates
@@ -407,22 +416,33 @@ class StepTimeEstimator:
         half = rates.collective_seconds(
             workload.itemsize * self._tokens * self.spec.hidden, workload.tensor
         )
+        latent = self.spec.latent
+        # Of the halves that can overlap, and of those that cannot.
+        overlapping, sent = 4 * half, 0.0
+        if latent is not None:
+            of_latents = workload.itemsize * self._tokens * latent.width
+            sent = rates.collective_seconds(of_latents, workload.tensor)
+            overlapping = 2 * half
         # What does not fit behind the products stays exposed. What does fit still takes
         # multiprocessors from them.
-        overlapped = min(4 * half, self.overlapped_products())
-        exposed = 2 * half if workload.sequence else 0.0
-        return 4 * half, exposed + 4 * half - overlapped, rates.slowdown(overlapped)
+        overlapped = min(overlapping, self.overlapped_products())
+        exposed = sent * (1 if workload.sequence else 2)
+        if workload.sequence:
+            exposed += 2 * half
+        forward = 4 * half if latent is None else 3 * half + sent
+        return forward, exposed + overlapping - overlapped, rates.slowdown(overlapped)
 
     def overlapped_products(self) -> float:
         """Return the seconds of products that overlap backward's collectives over TP."""
-        columns = self._column_products()
+        columns = [] if self.spec.latent else self._attention_products()
+        inputs, outputs = self._mlp_product()
         experts = self.spec.experts
         if experts is not None and self.workload.expert > 1:
             # Experts' products hide the exchange instead: no collective over TP runs meanwhile.
-            (inputs, outputs) = columns[1]
             chosen = self.workload.imbalance * experts.per_token * experts.size
             share = len(self.spec.expert_layers) / self.spec.layers
-            columns[1] = (inputs, outputs - 2 * chosen * share / self.workload.tensor)
+            outputs -= 2 * chosen * share / self.workload.tensor
+        columns.append((inputs, outputs))
         return self._weight_gradients(columns) + (
             self._input_gradients(columns) if self.workload.sequence else 0.0
         )
