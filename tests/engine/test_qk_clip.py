@@ -74,6 +74,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.0,
     },
+    # Latents; a part of each head turns, its keys shared by all heads.
+    "youtu": {
+        "model_type": "youtu",
+        **SIZES,
+        "num_key_value_heads": HEADS,
+        **{"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 3},
+        **{"qk_rope_head_dim": 4, "v_head_dim": 5, "attention_bias": True},
+    },
 }
 MUON: dict[str, Any] = {"lr": 1e-2, "adamw": {"lr": 4e-3, "betas": (0.8, 0.9), "eps": 1e-3}}
 ADAMW: dict[str, Any] = {"lr": 4e-3, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
@@ -102,23 +110,39 @@ def recorded_scores(model: Any, largest: dict[int, Tensor]) -> Iterator[None]:
         yield
 
 
-def query_and_key_rows(name: str, spec: Any) -> Iterator[tuple[slice | Tensor, int, bool]]:
-    """(Rows, KV head, whether they are Q's) of each head in a tensor of a file."""
+def query_and_key_rows(name: str, spec: Any) -> Iterator[tuple[slice | Tensor, int, float]]:
+    """(Rows, KV head, power of its γ) of each head in a tensor of a file."""
+    if spec.latent is not None:
+        yield from latent_rows(name, spec)
+        return
     size, group = spec.head_size, spec.heads // spec.kv_heads
     is_key = "k_proj" in name
     for head in range(spec.kv_heads if is_key else spec.heads):
         own = slice(head * size, (head + 1) * size)
         if "q_proj" in name or is_key:
-            yield own, head if is_key else head // group, not is_key
+            yield own, head if is_key else head // group, 1 - ALPHA if is_key else ALPHA
         elif "query_key_value" in name:  # Q, K and V of a head follow each other
-            yield slice(3 * head * size, (3 * head + 1) * size), head, True
-            yield slice((3 * head + 1) * size, (3 * head + 2) * size), head, False
+            yield slice(3 * head * size, (3 * head + 1) * size), head, ALPHA
+            yield slice((3 * head + 1) * size, (3 * head + 2) * size), head, 1 - ALPHA
         else:  # Q of all heads, then K of all
-            yield own, head // group, True
+            yield own, head // group, ALPHA
     if "c_attn" in name or "qkv_proj" in name:
         for head in range(spec.kv_heads):
             start = (spec.heads + head) * size
-            yield slice(start, start + size), head, False
+            yield slice(start, start + size), head, 1 - ALPHA
+
+
+def latent_rows(name: str, spec: Any) -> Iterator[tuple[slice, int, float]]:
+    """As Kimi K2 does it: the keys' features that all heads share stay."""
+    keys = spec.head_size - spec.latent.rotated
+    size = keys + spec.latent.value if "kv_b_proj" in name else spec.head_size
+    for head in range(spec.heads):
+        start = head * size
+        if "kv_b_proj" in name:
+            yield slice(start, start + keys), head, 1 - ALPHA
+        elif "q_b_proj" in name:
+            yield slice(start, start + keys), head, ALPHA
+            yield slice(start + keys, start + size), head, 1
 
 
 def clip(leaves: dict[str, Any], largest: dict[int, Tensor], spec: Any, threshold: float) -> int:
@@ -130,12 +154,13 @@ def clip(leaves: dict[str, Any], largest: dict[int, Tensor], spec: Any, threshol
         clipped += int((gamma < 1).sum())
         for name, leaf in leaves.items():
             parts = name.split(".")
-            is_qkv = any(part in name for part in ("q_proj", "k_proj", "qkv", "query_", "c_attn"))
+            names = ("q_proj", "k_proj", "qkv", "query_", "c_attn", "b_proj")
+            is_qkv = any(part in name for part in names)
             if str(number) not in parts[:4] or not is_qkv:
                 continue
             matrix = leaf.data.T if "c_attn" in name else leaf.data
-            for along, head, is_query in query_and_key_rows(name, spec):
-                matrix[along] *= float(gamma[head] ** (ALPHA if is_query else 1 - ALPHA))
+            for along, head, power in query_and_key_rows(name, spec):
+                matrix[along] *= float(gamma[head] ** power)
     return clipped
 
 
@@ -272,7 +297,7 @@ def check_moments(engine: Any, expected: dict[str, dict[str, Tensor]]) -> None:
     ("kind", "tensor", "stage"),
     in_tiers(
         [(kind, *cell) for kind in KINDS for cell in ((2, 1), (4, 3), (1, 2), (2, 3), (4, 0))],
-        [("qwen2", 2, 1)],
+        [("qwen2", 2, 1), ("youtu", 2, 1)],
         every=4,
     ),
 )

@@ -65,6 +65,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "bert": {"hidden_act": "gelu"},
     "megatron-bert": {},
+    "youtu": {
+        **{"num_key_value_heads": 8, "q_lora_rank": 96, "kv_lora_rank": 64},
+        **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
+    },
+    "deepseek_v3": {
+        **{"num_key_value_heads": 8, "q_lora_rank": None, "kv_lora_rank": 64},
+        **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 64},
+        **{"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 128, "first_k_dense_replace": 1, "attention_bias": True},
+    },
 }
 DOCUMENTS = "zero_tp.data.document_attention=reset"
 WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 32}
@@ -253,6 +263,12 @@ CONFIGS += [
     family("qwen3_moe", "zero_optimization.stage=2", EXPERTS[0], "zero_tp.recompute=full"),
     family("olmoe", "zero_optimization.stage=1", *EXPERTS, "optimizer.params.fused=false"),
 ]
+CONFIGS += [
+    family("youtu", "zero_optimization.stage=1"),
+    family("youtu", "zero_optimization.stage=3", "zero_tp.parallel.sequence=false"),
+    family("deepseek_v3", "zero_optimization.stage=2", "zero_tp.recompute=selective"),
+    family("deepseek_v3", "zero_optimization.stage=1", EXPERTS[0]),
+]
 AVERAGE = 'zero_tp.training.ema={"decay": 0.9}'
 CONFIGS += [
     ["zero_optimization.stage=2", AVERAGE],
@@ -268,9 +284,9 @@ NAMES = [
 
 
 # The second tier has every eighth, ZeRO-3 with offload, M_D under SP, full recomputation with
-# ZeRO-2, windows, the last five of AdamW, groups of parameters, Muon, expert parallelism, and
-# averages of the weights.
-SECOND = (29, 34, 35, 37, 41, 43, *range(len(CONFIGS) - 24, len(CONFIGS)))
+# ZeRO-2, windows, the last five of AdamW, groups of parameters, Muon, expert parallelism, latent
+# attention, and averages of the weights.
+SECOND = (29, 34, 35, 37, 41, 43, *range(len(CONFIGS) - 28, len(CONFIGS)))
 TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 8), *SECOND)}
 MARKS: dict[str, Any] = {"thorough": THOROUGH, "heavy": pytest.mark.heavy}
 CASES = [
