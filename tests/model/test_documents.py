@@ -43,8 +43,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "llama": OF_LLAMA,
     "mistral": {**OF_LLAMA, "sliding_window": WINDOW},
+    # Values of other widths than queries.
+    "youtu": {
+        **OF_LLAMA,
+        **{"num_key_value_heads": OF_LLAMA["num_attention_heads"], "v_head_dim": 6},
+        **{"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4},
+    },
 }
-WEIGHTS = {"gpt2": 2 * 12 + 4, "llama": 2 * 8 + 3, "mistral": 2 * 8 + 3}
+WEIGHTS = {"gpt2": 2 * 12 + 4, "llama": 2 * 8 + 3, "mistral": 2 * 8 + 3, "youtu": 2 * 11 + 2}
 
 
 def reference_model(kind: str, attention: str, seed: int) -> Any:

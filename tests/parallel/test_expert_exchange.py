@@ -162,6 +162,7 @@ CASES = [
     ("qwen3_moe", 1, False, 2, "one expert", "full"),
     ("glm4_moe", 2, True, 2, "random", "full"),
     ("dots1", 1, False, 2, "random", "none"),
+    ("deepseek_v3", 2, True, 2, "random", "selective"),
     ("ernie4_5_moe", 2, False, 2, "random", "selective"),
 ]
 

@@ -28,6 +28,11 @@ IN_GROUPS: dict[str, Any] = {
 OWN: dict[str, dict[str, Any]] = {
     "glm4_moe": {**IN_GROUPS, "attention_bias": True},
     "dots1": IN_GROUPS,
+    "deepseek_v3": {
+        **IN_GROUPS,
+        **{"num_key_value_heads": 4, "head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6},
+        **{"q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 5},
+    },
     "ernie4_5_moe": {
         "moe_num_experts": 6,
         "moe_k": 3,

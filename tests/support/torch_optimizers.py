@@ -25,7 +25,7 @@ BY_ADAMW = re.compile(
 )
 
 
-QKV = re.compile(r"(q_proj|k_proj|v_proj|qkv_proj|c_attn|query_key_value)\.weight$")
+QKV = re.compile(r"(q_proj|q_b_proj|k_proj|v_proj|qkv_proj|c_attn|query_key_value)\.weight$")
 
 
 @contextmanager
@@ -58,11 +58,8 @@ class TorchOptimizers:
     def __init__(self, model: Any, params: dict[str, Any], clip: float):
         self.model, self.clip = model, clip
         self.weights = weights_of(model.config)
-        self.head_size = (
-            architecture_of(model.config).spec(model.config).head_size
-            if params.get("per_head")
-            else None
-        )
+        self.spec = architecture_of(model.config).spec(model.config)
+        self.per_head = bool(params.get("per_head"))
         values = {
             name: value.detach()
             for name, value in model.named_parameters()
@@ -93,13 +90,19 @@ class TorchOptimizers:
         for name, tensor in file_tensors(self.weights, values).items():
             stacked = {f"{name}{EXPERT}{number}": expert for number, expert in enumerate(tensor)}
             tensors |= stacked if tensor.dim() == 3 else {name: tensor}
-        if self.head_size is None:
+        if not self.per_head:
             return tensors
         split: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             # GPT-2's Conv1D has a head's outputs in columns.
             dim = 1 if "c_attn" in name else 0
-            heads = tensor.split(self.head_size, dim) if QKV.search(name) else [tensor]
+            heads = [tensor]
+            if "kv_b_proj" in name and self.spec.latent is not None:
+                value = self.spec.latent.value
+                keys = self.spec.head_size - self.spec.latent.rotated
+                heads = tensor.split([keys, value] * self.spec.heads)
+            elif QKV.search(name):
+                heads = tensor.split(self.spec.head_size, dim)
             split |= {f"{name}{number or ''}": head for number, head in enumerate(heads)}
         return split
 

@@ -83,15 +83,16 @@ def _chosen_kernel(
 ) -> SDPBackend:
     """Return what `scaled_dot_product_attention` chooses for one causal row of a rank's heads."""
 
-    def heads(count: int) -> Tensor:
-        return torch.empty(1, count, length, spec.head_size, dtype=dtype, device=device)
+    def heads(count: int, size: int) -> Tensor:
+        return torch.empty(1, count, length, size, dtype=dtype, device=device)
 
-    query = heads(spec.heads // tensor).requires_grad_()
-    key = heads(max(1, spec.kv_heads // tensor))
+    query = heads(spec.heads // tensor, spec.head_size).requires_grad_()
+    kv_heads = max(1, spec.kv_heads // tensor)
+    key = heads(kv_heads, spec.head_size)
     choice = torch._fused_sdp_choice(
         query,
         key,
-        key,
+        heads(kv_heads, spec.value_size),
         None,
         spec.dropouts.attention,
         spec.causal,

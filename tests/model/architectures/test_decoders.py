@@ -89,10 +89,10 @@ def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str
     return counts
 
 
-SPLIT_FIRST = ["gpt2", "gpt_neox", "phi3", "qwen3", "qwen2_moe", "olmoe"]
+SPLIT_FIRST = ["gpt2", "gpt_neox", "phi3", "qwen3", "qwen2_moe", "olmoe", "youtu"]
 """Every way to split a layer: one fused weight and learned positions, interleaved heads and a
-parallel residual, fused queries and MLP, norms of heads, a shared expert, a norm of all keys. Of
-each type `test_one_process` has the maths.
+parallel residual, fused queries and MLP, norms of heads, a shared expert, a norm of all keys,
+latents. Of each type `test_one_process` has the maths.
 """
 
 
