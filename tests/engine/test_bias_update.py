@@ -23,7 +23,7 @@ from tests.support.experts import reference_model as model_with_experts
 from tests.support.native import Native, parallel_model
 from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.errors import ConfigError, UserError
 from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
@@ -124,6 +124,7 @@ def trained_biases(seed: int, tensor: int, stage: int) -> list[list[float]]:
     return our_biases(engine.model).tolist()
 
 
+@THOROUGH
 @pytest.mark.parametrize(("tensor", "stage"), in_tiers([(1, 1), (2, 0), (2, 3), (4, 2)], [(2, 3)]))
 def test_steps_move_the_biases(ranks: Pools, tensor: int, stage: int) -> None:
     found = ranks(4).run(trained_biases, 5, tensor, stage)

@@ -45,6 +45,7 @@ configs.
 """
 
 
+@THOROUGH
 def test_a_cell_trains_the_plain_model(ranks: Pools, run_seed: int, tmp_path: Path) -> None:
     family_of = {FIRST_CELL: "fewer KV heads than TP"}
     train_and_compare(ranks, run_seed, tmp_path, [FIRST_CELL], family_of)

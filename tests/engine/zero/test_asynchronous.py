@@ -303,13 +303,14 @@ def mistaken(path: str, kind: str) -> list[str]:
 GATHER = "deepspeed/runtime/zero/partition_parameters.py:wait"
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         # DeepSpeed's streams never wait.
-        pytest.param("stream", "on side stream", marks=THOROUGH),
-        pytest.param("memory", "may get the freed memory of", marks=THOROUGH),
-        pytest.param(GATHER, GATHER, marks=THOROUGH),
+        ("stream", "on side stream"),
+        ("memory", "may get the freed memory of"),
+        (GATHER, GATHER),
         ("zero_tp/parallel/collectives.py:wait", "zero_tp/parallel/linear.py"),
     ],
 )

@@ -114,9 +114,7 @@ CASES: list[tuple[int, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("tensor", "stage", "dtype"), in_tiers(CASES, [(2, 2, "fp16"), (2, 1, "fp32")])
-)
+@pytest.mark.parametrize(("tensor", "stage", "dtype"), in_tiers(CASES, [(2, 2, "fp16")]))
 def test_every_step_is_that_of_deepspeed(
     ranks: Pools, run_seed: int, tensor: int, stage: int, dtype: str
 ) -> None:

@@ -130,7 +130,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Model and settings of Muon by name."""
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", in_tiers(list(SETTINGS), ["heads"]))
 @pytest.mark.parametrize(
     ("tensor", "stage"),
     in_tiers([(2, 1), (4, 3), (4, 0), (1, 2)], [(2, 1)]),

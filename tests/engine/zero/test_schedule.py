@@ -192,12 +192,13 @@ def rates(stage: int, names: list[str]) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     ("stage", "names"),
     [
         pytest.param(0, OF_EACH_TYPE, id="one of each type"),
-        pytest.param(0, list(FORMULAS), id="all", marks=THOROUGH),
-        pytest.param(2, list(FORMULAS), id="all at ZeRO-2", marks=THOROUGH),
+        pytest.param(0, list(FORMULAS), id="all"),
+        pytest.param(2, list(FORMULAS), id="all at ZeRO-2"),
     ],
 )
 def test_step_k_trains_at_the_schedule_s_value_at_k(

@@ -23,7 +23,7 @@ from tests.support.checkpoint_runs import (
 )
 from tests.support.corrected_routers import biases, corrected_fields
 from tests.support.pools import Pools
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.parallel.layout import stored_buffers
 from zero_tp.run.checkpoint.convert import to_huggingface
 from zero_tp.run.checkpoint.find import find_checkpoint
@@ -57,6 +57,7 @@ def resumed_biases(path: str, run: str) -> list[Tensor]:
     return restored
 
 
+@THOROUGH
 @pytest.mark.parametrize(("tensor", "stage"), in_tiers([(1, 3), (4, 2), (2, 1), (2, 0)], [(4, 2)]))
 def test_biases_resume_on_another_grid(
     ranks: Pools, tmp_path: Path, tensor: int, stage: int

@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d
 from tests.support.compare import grid
 from tests.support.pools import Pools
 from tests.support.waits import patience
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.parallel.expert_exchange import AllToAllExperts
 from zero_tp.run.process.hang_report import (
     RankStatus,
@@ -120,6 +120,7 @@ def frame_in_an_exchange(work: str) -> tuple[str, bool]:
     return seen[0]
 
 
+@THOROUGH
 @pytest.mark.parametrize("work", in_tiers(["sizes", "rows", "copy"], ["rows"]))
 def test_a_rank_that_waits_for_experts_names_their_group(ranks: Pools, work: str) -> None:
     found = ranks(4).run(frame_in_an_exchange, work, timeout=60)

@@ -162,6 +162,7 @@ def test_a_failing_rank_prints_its_traceback_and_ends_the_others_at_once(
         assert message.startswith("ArithmeticError: the loss is not finite")
 
 
+@THOROUGH
 @pytest.mark.parametrize("launcher", in_tiers(LAUNCHERS, ["launch.py"]))
 @pytest.mark.parametrize("number", in_tiers([signal.SIGKILL, signal.SIGSEGV], [signal.SIGKILL]))
 def test_a_killed_rank_is_named_by_a_survivor(
@@ -229,6 +230,7 @@ def test_ctrl_c_ends_at_once(launcher: str, start: Start) -> None:
 # --- 4. ranks end with their launcher -------------------------------------------------------------
 
 
+@THOROUGH
 @pytest.mark.parametrize("launcher", in_tiers(["deepspeed", *LAUNCHERS], ["launch.py"]))
 def test_ranks_end_with_their_launcher(launcher: str, start: Start) -> None:
     job = start("stuck", launcher)
@@ -242,6 +244,7 @@ def test_ranks_end_with_their_launcher(launcher: str, start: Start) -> None:
 # --- 5. hangs and silence -------------------------------------------------------------------------
 
 
+@THOROUGH
 @pytest.mark.parametrize("launcher", in_tiers(LAUNCHERS, ["launch.py"]))
 def test_a_rank_that_hangs_is_named_with_its_frame(launcher: str, start: Start) -> None:
     job = start("hang", launcher)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests.run.process.runs import running
 from tests.support.waits import patience, wait_until
+from tests.tiers import THOROUGH
 from zero_tp.run.process import watch
 from zero_tp.run.process.hang_report import RankStatus
 from zero_tp.run.process.watch import Watchdog
@@ -68,6 +69,7 @@ class MuteStore:
         return getattr(self.store, name)
 
 
+@THOROUGH
 def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "ANSWER_SECONDS", 1.0)
     store = MuteStore()

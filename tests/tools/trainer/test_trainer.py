@@ -19,7 +19,7 @@ from transformers import (
 from tests.support.compare import check_close
 from tests.support.pools import Pools
 from tests.support.trainer_scripts import FIELDS, ROWS, deepspeed, on_ranks, save_model, script
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.model.huggingface import parallel_model
 from zero_tp.parallel.topology import Topology
 
@@ -156,6 +156,7 @@ def resumed(
     return train(*after, resume=f"{folder}/checkpoint-2")
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     ("before", "after"), in_tiers([((2, 1), (4, 3)), ((2, 3), (1, 2))], [((2, 1), (4, 3))])
 )
