@@ -72,6 +72,8 @@ class ExpertsSpec:
             has experts of that many of them; 1 and 1: it chooses among all.
         scale: factor of the weights, after they are normalised.
         smallest_sum: of a token's weights, by which the router "biased_softmax" divides them.
+        bias: each expert's matrices have biases.
+        swiglu: (α, limit) of a clamped SwiGLU; None: the activation of the gate, times up.
     """
 
     count: int
@@ -86,6 +88,8 @@ class ExpertsSpec:
     groups_per_token: int = 1
     scale: float = 1.0
     smallest_sum: float = 0.0
+    bias: bool = False
+    swiglu: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class TransformerSpec:
         rotates_before_norm: queries and keys are rotated, then normed.
         attention_scale: factor of the scores; by default 1/√d.
         score_cap, logit_cap: limits of scores and logits, cap · tanh(x / cap).
+        sinks: each head has a learnt score of a key without a value.
         logit_scale: factor of the logits.
         embedding_scale: factor of the word embedding, for a dtype of the activations.
         residual_scale: factor of a branch's output, of the layer "scaled".
@@ -159,10 +164,13 @@ class TransformerSpec:
     query_key_norm: Literal["none", "heads", "whole"] = "none"
     clip: float | None = None
     padding_token: int | None = None
-    attention: Literal["sdpa", "eager", "soft_cap", "flex_attention"] = "sdpa"
+    attention: Literal[
+        "sdpa", "eager", "soft_cap", "sinks", "flex_attention", "flex_sinks"
+    ] = "sdpa"
     rotates_before_norm: bool = False
     attention_scale: float | None = None
     score_cap: float | None = None
+    sinks: bool = False
     logit_cap: float | None = None
     logit_scale: float = 1.0
     embedding_scale: Callable[[torch.dtype], float] | None = None
@@ -185,9 +193,19 @@ class TransformerSpec:
             flash: the device has the kernels of `flex_attention`, else its scores are computed
                 eagerly.
         """
-        if self.attention == "flex_attention":
+        if self.is_flex:
             return not (flash and self.fits_flex)
         return self.attention != "sdpa"
+
+    @property
+    def is_flex(self) -> bool:
+        """Return whether the attention is `flex_attention` where its kernels compute it."""
+        return self.attention in ("flex_attention", "flex_sinks")
+
+    @property
+    def has_flex_core(self) -> bool:
+        """Return whether SDPA lacks this attention and `flex_attention` has it."""
+        return self.score_cap is not None or self.sinks
 
     @property
     def fits_flex(self) -> bool:
@@ -267,6 +285,8 @@ class TransformerSpec:
         sizes = {"heads": self.heads, "MLP width": self.mlp_size if self.dense_layers else 0}
         if self.experts is not None:
             sizes |= {"expert width": self.experts.size, "shared expert width": self.experts.shared}
+            # Each rank has some features of the second matrices' biases.
+            sizes |= {"hidden size": self.hidden if self.experts.bias else 0}
         for name, size in sizes.items():
             if size % tensor:
                 mismatch = f"{name} {size} ≠ tensor {tensor} × {size / tensor:.4g} a rank"

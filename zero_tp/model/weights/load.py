@@ -212,7 +212,7 @@ class PretrainedSource:
 
         def read(name: str) -> Tensor:
             # A memory-mapped file: the transpose is a view, and only the slice's pages are read.
-            return weight.from_stored(self.tensors[self.file_names[name]])[index]
+            return weight.slice_stored(self.tensors[self.file_names[name]], index)
 
         source = read(hf_name)
         alias = self.aliases.get(hf_name)
