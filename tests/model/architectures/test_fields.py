@@ -83,6 +83,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "moe_layer_start_index": (0, 2, 3, None),
     "moe_layer_end_index": (1, -1, 0, None),
     "moe_norm_min": (1e-12, 0.0, None),
+    "swiglu_limit": (0.2, 0.0, None),
+    "swiglu_alpha": (0.9, 0.0, None),
     "mlp_only_layers": ([1], [0, 7], None, [0, 1, 2], [-1]),
     "clip_qkv": (0.5, None, -1.0),
     "type_vocab_size": (4, 0),

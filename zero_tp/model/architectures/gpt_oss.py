@@ -28,6 +28,7 @@ FIELDS = replace(
         irrelevant={"hidden_act": "the experts have a clamped SwiGLU for any value"},
     ),
     choices={"layer_types": (common.FULL, common.SLIDING)},
+    quantizations=("mxfp4",),
 )
 
 

@@ -255,8 +255,11 @@ class TransformerSpec:
         """Return the parameters of experts that do not compute a given token."""
         if self.experts is None:
             return 0
-        idle = (self.experts.count - self.experts.per_token) * self.experts.size
-        return len(self.expert_layers) * self.mlp_matrices * self.hidden * idle
+        size = self.experts.size
+        one = self.mlp_matrices * self.hidden * size
+        if self.experts.bias:
+            one += (self.mlp_matrices - 1) * size + self.hidden
+        return len(self.expert_layers) * one * (self.experts.count - self.experts.per_token)
 
     def check_qk_clip(self) -> None:
         """Check that scaling the rows of Q and K scales the scores, for QK-clip."""

@@ -144,7 +144,7 @@ class Weight:
             return oriented[index]
         experts, rows, *columns = index
         order = torch.arange(oriented.shape[1]).view(-1, 2).t().flatten()
-        return oriented[experts][:, order[rows]][(slice(None), slice(None), *columns)]
+        return oriented[(experts, order[rows], *columns)]
 
     def to_stored(self, tensor: Tensor) -> Tensor:
         """Return a tensor in the form of our parameters in Hugging Face's, a view unless

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from zero_tp.model.architectures.configs import (
     read_config_json,
     refuse_quantized,
 )
+from zero_tp.model.weights.mxfp4 import BLOCKS, join_blocks
 from zero_tp.model.weights.stacked_experts import unstack_experts
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init, SeededInit, whole_slice
@@ -107,6 +108,7 @@ class PretrainedSource:
 
     Attributes:
         new_heads: descriptions of those heads.
+        is_quantized: some weights are dequantised where they are read.
     """
 
     def __init__(
@@ -118,7 +120,12 @@ class PretrainedSource:
         seed: int = 0,
     ):
         self.directory = directory
-        tensors = open_weights(directory, allow_pickle)
+        tensors: dict[str, Any] = open_weights(directory, allow_pickle)
+        self.is_quantized = bool(architecture_of(config).fields.quantizations) and any(
+            name.endswith(BLOCKS) for name in tensors
+        )
+        if self.is_quantized:
+            tensors = join_blocks(tensors, directory)
         _check_layers(directory, config, tensors)
         self.weights = {weight.our_name: weight for weight in weights_of(config)}
         self.generation = generation_config(directory)
@@ -154,10 +161,13 @@ class PretrainedSource:
             elif name not in aliases and not re.fullmatch(absent_heads, name):
                 raise UserError(f"{directory}: no tensor {name}; expected shape {shape}")
 
-    def describe_new_heads(self) -> str:
-        return (
-            f"{self.directory}: has no weights of {', '.join(self.new_heads)}: drawn from the seed"
-        )
+    def notes(self) -> Iterator[str]:
+        """Yield a line on heads that are drawn, and one on weights that are dequantised."""
+        if self.new_heads:
+            heads = ", ".join(self.new_heads)
+            yield f"{self.directory}: has no weights of {heads}: drawn from the seed"
+        if self.is_quantized:
+            yield f"{self.directory}: experts in MXFP4 are dequantised to bf16, as transformers does"
 
     def fill(
         self,

@@ -357,6 +357,8 @@ class StepTimeEstimator:
         norms = len(kind.attention_norms) + len(kind.mlp_norms)
         # Scale, division, tanh and multiplication each read and write the scores.
         capped = 8 * e * scores if spec.score_cap is not None else 0.0
+        # Another column is a copy of the scores.
+        capped += 2 * e * scores if spec.sinks else 0.0
         return {
             # Of one norm, forward reads and writes; backward reads input and gradient twice and
             # writes one gradient.
