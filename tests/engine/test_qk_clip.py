@@ -74,6 +74,18 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.0,
     },
+    # Sinks stay as they are.
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **SIZES,
+        "num_key_value_heads": 3,
+        "head_dim": 4,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.0,
+        "swiglu_limit": 0.4,
+        "sliding_window": 5,
+    },
 }
 MUON: dict[str, Any] = {"lr": 1e-2, "adamw": {"lr": 4e-3, "betas": (0.8, 0.9), "eps": 1e-3}}
 ADAMW: dict[str, Any] = {"lr": 4e-3, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}

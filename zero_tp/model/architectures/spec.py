@@ -270,6 +270,8 @@ class TransformerSpec:
             problem = "this model limits Q and K (clip_qkv), so scores do not follow their weights"
         elif self.score_cap is not None:
             problem = "this model caps its scores, which bounds them already"
+        elif self.is_flex:
+            problem = "the masks of flex_attention are not read; with \"sdpa\" it works"
         elif not self.causal:
             problem = "an encoder's rows are padded, and scores of padding would count"
         if problem:
