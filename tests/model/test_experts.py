@@ -104,9 +104,7 @@ def test_one_process(model_type: str, changes: dict[str, Any], routing: str, pad
         assert all((logits == 0).all() for logits in expected.router_logits)
 
 
-def partial_gradients(
-    model_type: str, world: int, sequence: bool, routing: str
-) -> tuple[int, ...]:
+def partial_gradients(model_type: str, world: int, sequence: bool, routing: str) -> tuple[int, ...]:
     """Routers, their biases and gates of shared experts whose gradients a hook sums."""
     model, _ = compare(model_type, grid(world, sequence), routing, True, {})
     audit(model, model.topology)

@@ -1,5 +1,5 @@
-"""Capped scores and sinks by torch's `flex_attention`, whose mathematics run on a CPU, against eager
-ones; where it is used, and what the plan counts. tests/cuda has its kernels.
+"""Capped scores and sinks by torch's `flex_attention`, whose mathematics run on a CPU, against
+eager ones; where it is used, and what the plan counts. tests/cuda has its kernels.
 """
 
 from __future__ import annotations

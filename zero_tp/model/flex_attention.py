@@ -106,7 +106,7 @@ def sink_attention(
     """Return softmax(scale · QKᵀ)V whose softmax has a score more for each head, `sinks` [heads].
     Shapes as in AttentionCore.
 
-    With L the log-sum-exp of a query's scores, the sink multiplies its output by e^L / (e^L + e^sink).
+    With L the log-sum-exp of a query's scores, its output is multiplied by e^L / (e^L + e^sink).
 
     Args:
         mask: of `build_block_mask`.
@@ -119,7 +119,8 @@ def sink_attention(
 def attention_with_log_sums(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return softmax(scale · QKᵀ)V, and the log-sum-exp of each query's scores, fp32 [b, heads, s].
+    """Return softmax(scale · QKᵀ)V, and the log-sum-exp of each query's scores, fp32 [b, heads,
+    s].
     """
     from torch.nn.attention.flex_attention import AuxRequest
 

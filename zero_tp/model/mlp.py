@@ -55,9 +55,7 @@ def _clamped(intermediate: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 @compiled_with(max_complex_pointwise_cat_inputs=1)
-def _clamped_gradient(
-    intermediate: Tensor, gradient: Tensor, alpha: float, limit: float
-) -> Tensor:
+def _clamped_gradient(intermediate: Tensor, gradient: Tensor, alpha: float, limit: float) -> Tensor:
     function = partial(_clamped_product, alpha=alpha, limit=limit)
     pull = torch.func.vjp(function, *intermediate.chunk(2, -1))[1]
     return torch.cat(pull(gradient), -1)

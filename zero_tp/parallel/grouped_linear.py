@@ -323,9 +323,8 @@ class _GroupedLinear(nn.Module):
             self.bias = make.parameter("bias", (groups, outputs), features, ConstantInit(0.0))
         self.group = make.topology.tensor_group
         width = outputs // make.topology.tensor
-        self.own = slice(
-            make.topology.tensor_rank * width, (make.topology.tensor_rank + 1) * width
-        )
+        first = make.topology.tensor_rank * width
+        self.own = slice(first, first + width)
 
 
 class ColumnParallelGroupedLinear(_GroupedLinear):

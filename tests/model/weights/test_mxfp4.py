@@ -18,6 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests.support.native import native_model, perturbed
 from zero_tp.base.errors import UserError
 from zero_tp.model.huggingface import ZeroTPForCausalLM
+from zero_tp.model.weights.load import open_config, open_model
 from zero_tp.model.weights.mxfp4 import dequantized
 from zero_tp.parallel.layout import layout_of
 from zero_tp.parallel.topology import Topology
@@ -64,11 +65,11 @@ def write_quantized(directory: Path) -> dict[str, Tensor]:
 
 
 def test_every_number_and_scale_is_that_of_transformers() -> None:
-    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).repeat(1, 255, 1, 1)
-    scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).repeat(1, 1, 16)
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).repeat(1, 252, 1, 1)
+    scales = torch.arange(252, dtype=torch.uint8).view(1, 252, 1).repeat(1, 1, 16)
     expected = convert_moe_packed_tensors(blocks, scales).mT
     assert torch.equal(dequantized(blocks, scales), expected)
-    assert expected.isfinite().all() and len(expected.unique()) > 3000
+    assert expected.isfinite().all() and len(expected.unique()) > 1000
 
 
 def test_a_model_reads_what_transformers_dequantises(tmp_path: Path) -> None:
@@ -90,6 +91,16 @@ def test_a_model_reads_what_transformers_dequantises(tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((tmp_path / "ours/config.json").read_text())
 
 
+def test_an_evaluation_opens_what_transformers_dequantises(tmp_path: Path) -> None:
+    write_quantized(tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=Mxfp4Config(dequantize=True)
+    )
+    found = open_model(tmp_path, open_config(tmp_path)).state_dict()
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(found[name], tensor), name
+
+
 @pytest.mark.filterwarnings("ignore:.*dequantised")
 @pytest.mark.parametrize(("tensor", "expert"), [(2, 2), (4, 1)])
 def test_a_rank_dequantises_its_slices(tmp_path: Path, tensor: int, expert: int) -> None:
@@ -98,7 +109,9 @@ def test_a_rank_dequantises_its_slices(tmp_path: Path, tensor: int, expert: int)
     opened = ZeroTPForCausalLM.from_pretrained
     whole = dict(opened(tmp_path, Topology(world=1)).named_parameters())
     ranks = [
-        dict(opened(tmp_path, Topology(tensor, expert=expert, world=4, rank=rank)).named_parameters())
+        dict(
+            opened(tmp_path, Topology(tensor, expert=expert, world=4, rank=rank)).named_parameters()
+        )
         for rank in range(4)
     ]
     for name, expected in whole.items():
@@ -107,6 +120,7 @@ def test_a_rank_dequantises_its_slices(tmp_path: Path, tensor: int, expert: int)
         assert torch.equal(layout.unshard(pieces), expected.detach()), name
 
 
+@pytest.mark.filterwarnings("ignore:.*dequantised")
 @pytest.mark.parametrize(
     ("change", "words"),
     [

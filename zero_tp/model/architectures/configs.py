@@ -228,9 +228,7 @@ def read_config_json(directory: Path, key: str = "") -> dict[str, Any]:
     return raw
 
 
-def refuse_quantized(
-    raw: dict[str, Any], directory: Path, methods: tuple[str, ...] = ()
-) -> None:
+def refuse_quantized(raw: dict[str, Any], directory: Path, methods: tuple[str, ...] = ()) -> None:
     """Raise a ConfigError if the weights beside a config.json are quantized.
 
     Args:

@@ -164,9 +164,9 @@ class TransformerSpec:
     query_key_norm: Literal["none", "heads", "whole"] = "none"
     clip: float | None = None
     padding_token: int | None = None
-    attention: Literal[
-        "sdpa", "eager", "soft_cap", "sinks", "flex_attention", "flex_sinks"
-    ] = "sdpa"
+    attention: Literal["sdpa", "eager", "soft_cap", "sinks", "flex_attention", "flex_sinks"] = (
+        "sdpa"
+    )
     rotates_before_norm: bool = False
     attention_scale: float | None = None
     score_cap: float | None = None
@@ -271,7 +271,7 @@ class TransformerSpec:
         elif self.score_cap is not None:
             problem = "this model caps its scores, which bounds them already"
         elif self.is_flex:
-            problem = "the masks of flex_attention are not read; with \"sdpa\" it works"
+            problem = 'the masks of flex_attention are not read; with "sdpa" it works'
         elif not self.causal:
             problem = "an encoder's rows are padded, and scores of padding would count"
         if problem:

@@ -41,7 +41,7 @@ from zero_tp.model.architectures.configs import (
     read_config_json,
     refuse_quantized,
 )
-from zero_tp.model.weights.mxfp4 import BLOCKS, join_blocks
+from zero_tp.model.weights.mxfp4 import BLOCKS, Mxfp4Tensor, join_blocks
 from zero_tp.model.weights.stacked_experts import unstack_experts
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init, SeededInit, whole_slice
@@ -167,7 +167,7 @@ class PretrainedSource:
             heads = ", ".join(self.new_heads)
             yield f"{self.directory}: has no weights of {heads}: drawn from the seed"
         if self.is_quantized:
-            yield f"{self.directory}: experts in MXFP4 are dequantised to bf16, as transformers does"
+            yield f"{self.directory}: experts in MXFP4 are dequantised to bf16, as by transformers"
 
     def fill(
         self,
@@ -327,7 +327,8 @@ def open_any_config(directory: Path) -> PretrainedConfig:
         if raw.get(QUANTIZATION) is not None:
             why += "; its weights are quantized, too"
         raise UserError(f"{path}: model_type {shown(model_type)}: {why}; give another model")
-    refuse_quantized(raw, directory)
+    methods = ARCHITECTURES[model_type].fields.quantizations if model_type in ARCHITECTURES else ()
+    refuse_quantized(raw, directory, methods)
     _check_fields(raw, path)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
@@ -335,6 +336,8 @@ def open_any_config(directory: Path) -> PretrainedConfig:
         )
     except Exception as error:  # transformers raises anything from KeyError to its own types here
         raise UserError(f"{path}: {first_line(error)}") from error
+    if raw.get(QUANTIZATION) is not None:
+        del config.quantization_config  # the weights that are read are whole
     check_numbers(config, path)
     return config
 
@@ -385,6 +388,11 @@ def open_model(
         allow_pickle: read pickled weights where there are no safetensors.
     """
     tensors = open_weights(directory, allow_pickle)
+    if config.model_type in ARCHITECTURES and architecture_of(config).fields.quantizations:
+        tensors = {
+            name: tensor.whole() if isinstance(tensor, Mxfp4Tensor) else tensor
+            for name, tensor in join_blocks(tensors, directory).items()
+        }
     _check_layers(directory, config, tensors)
     try:
         native = native_model(config)

@@ -48,6 +48,10 @@ class Mxfp4Tensor:
     def mT(self) -> Mxfp4Rows:
         return Mxfp4Rows(self)
 
+    def whole(self) -> Tensor:
+        """Return all of it. bf16 [E, in, out]"""
+        return self.mT[slice(None), slice(None), slice(None)].mT.contiguous()
+
 
 class Mxfp4Rows:
     """Rows of an `Mxfp4Tensor`'s matrices, [E, out, in]."""
@@ -63,6 +67,7 @@ class Mxfp4Rows:
         start, stop, _ = columns.indices(self.shape[2])
         first = start // GROUP
         groups = slice(first, -(-stop // GROUP))
+        offset = start - first * GROUP
         # One expert at a time, because look-ups take eight times the memory of what they read.
         matrices = [
             dequantized(blocks[rows, groups], scales[rows, groups])
@@ -70,7 +75,7 @@ class Mxfp4Rows:
                 self._tensor.blocks[experts], self._tensor.scales[experts], strict=True
             )
         ]
-        return torch.stack(matrices)[..., start - first * GROUP : stop - first * GROUP]
+        return torch.stack(matrices)[..., offset : offset + stop - start]
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
