@@ -51,7 +51,8 @@ def _clamped_product(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Te
 
 
 def _clamped(intermediate: Tensor, alpha: float, limit: float) -> Tensor:
-    return _clamped_product(*intermediate.chunk(2, -1), alpha, limit)
+    gate, up = intermediate.chunk(2, -1)
+    return _clamped_product(gate, up, alpha, limit)
 
 
 @compiled_with(max_complex_pointwise_cat_inputs=1)

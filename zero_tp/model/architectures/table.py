@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -144,7 +144,8 @@ class Weight:
             return oriented[index]
         experts, rows, *columns = index
         order = torch.arange(oriented.shape[1]).view(-1, 2).t().flatten()
-        return oriented[(experts, order[rows], *columns)]
+        index_of_rows: tuple[Any, ...] = (experts, order[rows], *columns)
+        return oriented[index_of_rows]
 
     def to_stored(self, tensor: Tensor) -> Tensor:
         """Return a tensor in the form of our parameters in Hugging Face's, a view unless
