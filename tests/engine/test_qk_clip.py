@@ -82,6 +82,18 @@ KINDS: dict[str, dict[str, Any]] = {
         **{"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 3},
         **{"qk_rope_head_dim": 4, "v_head_dim": 5, "attention_bias": True},
     },
+    # Sinks stay as they are.
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **SIZES,
+        "num_key_value_heads": 3,
+        "head_dim": 4,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.0,
+        "swiglu_limit": 0.4,
+        "sliding_window": 5,
+    },
 }
 MUON: dict[str, Any] = {"lr": 1e-2, "adamw": {"lr": 4e-3, "betas": (0.8, 0.9), "eps": 1e-3}}
 ADAMW: dict[str, Any] = {"lr": 4e-3, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}
@@ -164,10 +176,15 @@ def clip(leaves: dict[str, Any], largest: dict[int, Tensor], spec: Any, threshol
     return clipped
 
 
-def pieces(tokens: Tensor, count: int) -> list[Batch]:
-    """Rows of two documents each, of lengths that differ, as `count` micro-batches."""
+def pieces(tokens: Tensor, count: int, kind: str) -> list[Batch]:
+    """Rows of two documents each, of lengths that differ, as `count` micro-batches. transformers'
+    gpt_oss would see the other document, so its rows are whole.
+    """
     labels = torch.full_like(tokens, -100)
     labels[:, :-1] = tokens[:, 1:]
+    if kind == "gpt_oss":
+        pairs = zip(tokens.chunk(count), labels.chunk(count), strict=True)
+        return [Batch(*pair) for pair in pairs]
     lengths = torch.arange(len(tokens)) + 3
     columns = torch.arange(tokens.shape[1])[None]
     documents = (columns >= lengths[:, None]).long()
@@ -237,7 +254,7 @@ def compared(
     spec = architecture_of(reference.config).spec(reference.config)
     steps = batches(KINDS[kind], 7)
     before: dict[int, Tensor] = {}
-    reference_step(copy.deepcopy(reference), pieces(steps[0], 2 * topology.data), before)
+    reference_step(copy.deepcopy(reference), pieces(steps[0], 2 * topology.data, kind), before)
     # Between the largest scores of the groups, so that some are clipped.
     groups = [scores.view(spec.kv_heads, -1).amax(1) for scores in before.values()]
     in_order = torch.cat(groups).sort().values
@@ -246,7 +263,7 @@ def compared(
     optimizers = TorchOptimizers(reference, params, 0.3)
     counts = []
     for number, tokens in enumerate(steps):
-        micro_batches = pieces(tokens, 2 * topology.data)
+        micro_batches = pieces(tokens, 2 * topology.data, kind)
         own = micro_batches[2 * topology.data_rank : 2 * topology.data_rank + 2]
         is_skipped = number == SKIPPED
         with broken_gradients(engine, topology, is_skipped):

@@ -41,6 +41,10 @@ def test_output_and_gradients(
     spec = replace(spec, attention=name, score_cap=cap)  # type: ignore[arg-type]
     core = CORES[name](spec, RandomStreams(Topology(world=1), 0))
     torch.manual_seed(seed)
+    # Of the size of a row's log-sum-exp, so that they take a part of each softmax.
+    sinks = [torch.randn(HEADS).add(2).to(dtype)] if name in ("sinks", "flex_sinks") else []
+    exact_sinks = [each.double().requires_grad_() for each in sinks]
+    sinks = [each.requires_grad_() for each in sinks]
     tokens = None
     if padding:
         tokens = torch.ones(BATCH, LENGTH)
@@ -54,7 +58,7 @@ def test_output_and_gradients(
     given, exact = fused.clone().requires_grad_(), fused.double().requires_grad_()
 
     mask = core.build_mask(AttentionMask(LENGTH, LENGTH, padding_mask=tokens), spec, fused)
-    output = core(*given.permute(2, 1, 3, 0, 4), mask)
+    output = core(*given.permute(2, 1, 3, 0, 4), *sinks, mask=mask)
     output.backward(upstream)
 
     query, key, value = exact.permute(2, 1, 3, 0, 4)
@@ -67,7 +71,9 @@ def test_output_and_gradients(
         ~visible, torch.finfo(dtype).min
     )
     scores = query @ key.transpose(-2, -1) / SIZE**0.5
-    weights = ((cap * torch.tanh(scores / cap) if cap else scores) + hidden).softmax(-1)
+    scores = (cap * torch.tanh(scores / cap) if cap else scores) + hidden
+    columns = [each.view(-1, 1, 1).expand(*scores.shape[:-1], 1) for each in exact_sinks]
+    weights = torch.cat((scores, *columns), -1).softmax(-1)[..., :LENGTH]
     expected = (
         weights if spec.stores_scores(flash=False) else weights * visible.any(-1, keepdim=True)
     ) @ value
@@ -76,6 +82,9 @@ def test_output_and_gradients(
     assert distance(output.detach(), expected.detach()) < allowed
     assert given.grad is not None and exact.grad is not None
     assert distance(given.grad, exact.grad) < allowed
+    for found, wanted in zip(sinks, exact_sinks, strict=True):
+        assert found.grad is not None and wanted.grad is not None
+        assert distance(found.grad, wanted.grad) < allowed
 
 
 @settings(max_examples=25)

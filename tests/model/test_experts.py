@@ -42,6 +42,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((model_type, {}) for model_type in OWN),
     *(("mixtral", changes) for changes in ({"num_experts_per_tok": 1}, {"num_experts_per_tok": 7})),
     ("mixtral", {"sliding_window": 5}),
+    ("gpt_oss", {"attention_bias": False, "num_key_value_heads": 4, "swiglu_alpha": 0.9}),
     ("qwen2_moe", {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 2}),
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5, "norm_topk_prob": False}),
     (
@@ -103,14 +104,15 @@ def test_one_process(model_type: str, changes: dict[str, Any], routing: str, pad
         assert all((logits == 0).all() for logits in expected.router_logits)
 
 
-def partial_gradients(model_type: str, world: int, sequence: bool, routing: str) -> tuple[int, int]:
-    """Routers and gates of shared experts whose gradients a hook sums."""
+def partial_gradients(model_type: str, world: int, sequence: bool, routing: str) -> tuple[int, ...]:
+    """Routers, their biases and gates of shared experts whose gradients a hook sums."""
     model, _ = compare(model_type, grid(world, sequence), routing, True, {})
     audit(model, model.topology)
     sums = model.gradient_hooks.sums
     assert all(gradient_sum.fired == 1 for gradient_sum in sums.values())
     return tuple(
-        sum(name.endswith(end) for name in sums) for end in ("router.weight", "shared.gate")
+        sum(name.endswith(end) for name in sums)
+        for end in ("router.weight", "router.bias", "shared.gate")
     )
 
 
@@ -124,6 +126,8 @@ ON_RANKS_FIRST = [
     ("qwen3_moe", 4, False, "ties"),
     ("olmoe", 2, True, "unused expert"),
     ("olmoe", 2, False, "one expert"),
+    ("gpt_oss", 4, True, "random"),
+    ("gpt_oss", 2, False, "unused expert"),
 ]
 """Each model_type with and without SP, each routing twice."""
 
@@ -140,7 +144,8 @@ def test_both_losses_and_every_gradient(
     layers = 2 if model_type == "qwen2_moe" else 3
     shared = layers if sequence and model_type == "qwen2_moe" else 0
     found = ranks(world).run(partial_gradients, model_type, world, sequence, routing)
-    assert found == [(layers, shared)] * world
+    biases = layers if model_type == "gpt_oss" else 0
+    assert found == [(layers, biases, shared)] * world
 
 
 def test_the_loss_is_balanced_only_where_the_config_says_so() -> None:
@@ -209,7 +214,9 @@ def test_active_parameters_are_those_that_a_token_meets(model_type: str) -> None
     config = parallel_model(reference_model(fields(model_type), 1), Topology(world=1)).config
     made = model_size(config, 1, False)
     layers = 2 if model_type == "qwen2_moe" else 3
-    assert made.num_parameters - made.active_parameters == layers * (7 - 2) * 3 * 24 * 20
+    biases = 2 * 20 + 24 if model_type == "gpt_oss" else 0
+    expected = layers * (7 - 2) * (3 * 24 * 20 + biases)
+    assert made.num_parameters - made.active_parameters == expected
 
 
 def test_the_load_balancing_loss_of_a_published_model_can_be_chosen(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""Capped scores by torch's `flex_attention`, whose mathematics run on a CPU, against eager ones;
-where it is used, and what the plan counts. tests/cuda has its kernels.
+"""Capped scores and sinks by torch's `flex_attention`, whose mathematics run on a CPU, against
+eager ones; where it is used, and what the plan counts. tests/cuda has its kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
-from transformers import Gemma2Config
+from transformers import Gemma2Config, GptOssConfig, PretrainedConfig
 
 from tests.support.decoders import decoder
 from tests.support.native import parallel_model
@@ -24,7 +24,7 @@ from tests.tiers import examples
 from zero_tp.model import flex_attention
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import Dropouts, TransformerSpec
-from zero_tp.model.attention import FlexCore, SoftCapCore
+from zero_tp.model.attention import CORES, AttentionCore
 from zero_tp.model.context import AttentionMask, PackedSequences
 from zero_tp.parallel import devices
 from zero_tp.parallel.random import RandomStreams
@@ -44,8 +44,25 @@ def config_of(**changes: Any) -> Gemma2Config:
     return config
 
 
-def spec_of(**changes: Any) -> TransformerSpec:
-    config = config_of(**changes)
+def config_with_sinks(**changes: Any) -> GptOssConfig:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.4}
+    config = GptOssConfig(**(sizes | heads | experts | changes))
+    config._attn_implementation = "flex_attention"
+    return config
+
+
+CONFIGS: dict[str, Callable[..., PretrainedConfig]] = {
+    "soft_cap": config_of,
+    "sinks": config_with_sinks,
+}
+"""By the name of the eager core."""
+EACH_CORE = pytest.mark.parametrize("eager", CONFIGS)
+
+
+def spec_of(eager: str = "soft_cap", **changes: Any) -> TransformerSpec:
+    config = CONFIGS[eager](**changes)
     return architecture_of(config).spec(config)
 
 
@@ -61,6 +78,7 @@ def mathematics_of_flex() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@EACH_CORE
 @examples(6, 25)
 @given(
     numbers=st.none()
@@ -69,36 +87,38 @@ def mathematics_of_flex() -> Iterator[None]:
     kv_heads=st.sampled_from([1, 2, 4]),
 )
 def test_outputs_and_gradients_are_those_of_eager_scores(
-    numbers: list[list[int]] | None, window: int | None, kv_heads: int
+    eager: str, numbers: list[list[int]] | None, window: int | None, kv_heads: int
 ) -> None:
-    spec = spec_of(query_pre_attn_scalar=5)
-    assert spec.attention == "flex_attention"
+    spec = spec_of(eager, **({"query_pre_attn_scalar": 5} if eager == "soft_cap" else {}))
+    assert spec.is_flex
     packed = numbers and PackedSequences.from_document_ids(torch.tensor(numbers), CPU)
     facts = AttentionMask(11, 11, packed=packed or None, window=window)
     heads = [torch.randn(2, each, 11, 16) for each in (4, kv_heads, kv_heads)]
+    heads += [torch.randn(4)] if spec.sinks else []
     upstream = torch.randn(2, 4, 11, 16)
 
-    def computed(kind: type[SoftCapCore]) -> list[Tensor]:
+    def computed(kind: type[AttentionCore]) -> list[Tensor]:
         core = kind(spec, RandomStreams(Topology(world=1), 0))
         own = [each.clone().requires_grad_() for each in heads]
         mask = core.build_mask(facts, spec, torch.empty(11, 2, 64))
-        assert isinstance(mask, Tensor) == (kind is SoftCapCore)
-        output = core(*own, mask)
+        assert isinstance(mask, Tensor) == (kind is CORES[eager])
+        output = core(*own, mask=mask)
         output.backward(upstream)
         return [output.detach(), *(each.grad for each in own if each.grad is not None)]
 
-    expected = computed(SoftCapCore)
+    expected = computed(CORES[eager])
     with mathematics_of_flex():
-        found = computed(FlexCore)
-    assert len(found) == 4
+        found = computed(CORES[spec.attention])
+    assert len(found) == 4 + spec.sinks
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_a_model_computes_what_transformers_class_does() -> None:
-    """Both windows of Gemma 2's layers; backward twice, whose mask of blocks is the first's."""
-    fields = {"model_type": "gemma2", **config_of(sliding_window=5).to_dict()}
+@EACH_CORE
+def test_a_model_computes_what_transformers_class_does(eager: str) -> None:
+    """Both windows of the layers; backward twice, whose mask of blocks is the first's."""
+    fields = CONFIGS[eager](sliding_window=5).to_dict()
     reference = decoder(fields, 3)
     tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
     expected = reference(input_ids=tokens, labels=tokens)
@@ -147,26 +167,29 @@ def test_which_forwards_use_it(
     assert not flex_attention.can_use_flex(WHOLE, spec_of(), 2, CPU)
 
 
-def test_it_is_chosen_by_its_name_alone() -> None:
-    config = config_of()
-    for name, expected in (("flex_attention", "flex_attention"), ("sdpa", "soft_cap")):
+@EACH_CORE
+def test_it_is_chosen_by_its_name_alone(eager: str) -> None:
+    config = CONFIGS[eager]()
+    flex = "flex_attention" if eager == "soft_cap" else "flex_sinks"
+    for name, expected in (("flex_attention", flex), ("sdpa", eager), ("eager", eager)):
         config._attn_implementation = name
         assert architecture_of(config).spec(config).attention == expected
 
 
-def test_the_plan_counts_what_the_devices_kernel_keeps() -> None:
+@EACH_CORE
+def test_the_plan_counts_what_the_devices_kernel_keeps(eager: str) -> None:
     """Of a layer the probabilities and the tanh, 2 · 2 bytes of each of b · a · s² scores, on a CPU
-    or an old accelerator alone.
+    or an old accelerator alone; with sinks the probabilities.
     """
     length = 256
-    config = config_of(max_position_embeddings=length)
+    config = CONFIGS[eager](max_position_embeddings=length)
     workload = Workload(length, 1)
 
     def kept(workload: Workload) -> float:
         samples = dry_run(config, workload, all_layers=True)
         return max(sample.activations for sample in samples)
 
-    of_two_layers = 2 * 4 * 4 * length**2
+    of_two_layers = 2 * (4 if eager == "soft_cap" else 2) * 4 * length**2
     without = kept(workload)
     assert not workload.stores_scores(architecture_of(config).spec(config))
     for other in (replace(workload, varlen=False), replace(workload, cpu=True)):

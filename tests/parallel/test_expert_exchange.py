@@ -145,8 +145,8 @@ def compare(
 
 
 def with_experts(count: int, model_type: str) -> dict[str, Any]:
-    granite_or_mixtral = model_type in ("mixtral", "granitemoeshared")
-    return {"num_local_experts" if granite_or_mixtral else "num_experts": count}
+    is_local = model_type in ("mixtral", "granitemoeshared", "gpt_oss")
+    return {"num_local_experts" if is_local else "num_experts": count}
 
 
 CASES = [
@@ -164,6 +164,8 @@ CASES = [
     ("dots1", 1, False, 2, "random", "none"),
     ("deepseek_v3", 2, True, 2, "random", "selective"),
     ("ernie4_5_moe", 2, False, 2, "random", "selective"),
+    ("gpt_oss", 2, True, 2, "random", "full"),
+    ("gpt_oss", 1, False, 4, "unused expert", "selective"),
 ]
 
 

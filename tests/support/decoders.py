@@ -167,6 +167,9 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "residual_multiplier": (0.4,),
     "logits_scaling": (0.6, 3.0),
     "logit_scale": (0.3,),
+    # Small enough to act: 7.0, the usual one, never does in a tiny model.
+    "swiglu_limit": (0.3, 0.8),
+    "swiglu_alpha": (1.702, 0.9),
 }
 """Multipliers and soft caps: field → values, none of which is the one that other models have."""
 
@@ -272,8 +275,11 @@ def without_router_logits(model_type: str) -> dict[str, Any]:
 
 
 def model_type_is_eager(fields: dict[str, Any]) -> bool:
-    """Whether transformers computes the model only so: others leave soft caps out."""
-    return fields["model_type"] == "gemma2" or fields.get("attn_logit_softcapping") is not None
+    """Whether transformers computes the model only so: others leave soft caps out, and sinks have
+    no SDPA.
+    """
+    is_eager = fields["model_type"] in ("gemma2", "gpt_oss")
+    return is_eager or fields.get("attn_logit_softcapping") is not None
 
 
 MARGIN = 2e-6

@@ -25,6 +25,19 @@ OWN: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.4,
     },
     "olmoe": {"num_experts": 7, "clip_qkv": 1.5, "pad_token_id": None},
+    "gpt_oss": {
+        "num_local_experts": 7,
+        "head_dim": 8,
+        "swiglu_limit": 0.4,
+        "sliding_window": 5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "truncate": False,
+        },
+    },
 }
 """What the config of each model_type with experts has besides."""
 
@@ -63,6 +76,8 @@ def reference_model(
             gate = router.weight
             if routing == "ties":  # all probabilities are equal
                 gate.zero_()
+                if hasattr(router, "bias"):
+                    router.bias.zero_()
             elif routing != "random":
                 # Positive inputs, so a row of large numbers has the largest logit of every token,
                 # or the smallest.
@@ -77,7 +92,7 @@ def router_of(layer: Any) -> Any:
     """The router of a layer of transformers' classes, or None."""
     if hasattr(layer, "block_sparse_moe"):  # Granite
         return layer.block_sparse_moe.router
-    return getattr(layer.mlp, "gate", None)
+    return getattr(layer.mlp, "router", None) or getattr(layer.mlp, "gate", None)
 
 
 def inputs(vocabulary: int, *, padded: bool, batch: int = 3) -> dict[str, torch.Tensor]:

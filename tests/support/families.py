@@ -131,7 +131,7 @@ def _experts(model_type: str, pick: Pick) -> dict[str, Any]:
         # transformers' product of groups takes rows of multiples of 16 bytes.
         "hidden_size": 24 * pick(1, 4),
         "intermediate_size": 24 * pick(2, 7),
-        "num_local_experts" if model_type == "mixtral" else "num_experts": 8,
+        "num_local_experts" if model_type in ("mixtral", "gpt_oss") else "num_experts": 8,
         "num_experts_per_tok": 2,
         "output_router_logits": True,
         "router_aux_loss_coef": 0.5,
@@ -192,6 +192,28 @@ def _grouped_experts(pick: Pick) -> dict[str, Any]:
     return sizes
 
 
+def _sinks_and_clamps(pick: Pick) -> dict[str, Any]:
+    """gpt-oss: sinks, windows, biases of experts and routers, limits that act, fewer KV heads than
+    TP.
+    """
+    return {
+        **_experts("gpt_oss", pick),
+        "num_key_value_heads": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": pick(4, SEQUENCE),
+        # A few in a hundred are clamped; more, and rounding would decide some (`clamp_margins`).
+        "intermediate_size": 24 * pick(1, 3),
+        "swiglu_limit": 0.25,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 16,
+            "truncate": False,
+        },
+    }
+
+
 ENCODERS: dict[str, Callable[[Pick], dict[str, Any]]] = {
     "encoder, norms after the sums": partial(_encoder, "bert"),
     "encoder, norms before": partial(_encoder, "megatron-bert"),
@@ -202,6 +224,7 @@ EXPERTS: dict[str, Callable[[Pick], dict[str, Any]]] = {
     "experts, norm of each head": _normed_experts,
     "experts, norm of all heads": _whole_norms,
     "experts in groups": _grouped_experts,
+    "sinks and clamps": _sinks_and_clamps,
 }
 """They train the cells in turn. Most losses depend on how rows are split into micro-batches."""
 FAMILIES: dict[str, Callable[[Pick], dict[str, Any]]] = {

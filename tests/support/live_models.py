@@ -26,7 +26,7 @@ class LiveModel:
         self.random = random.Random(seed)
         family = self.random.choice([*FAMILIES, *EXPERTS])
         self.fields = {**model_sizes(seed, family), "attn_implementation": "sdpa"}
-        if family == "encoder, norms before":
+        if family in ("encoder, norms before", "sinks and clamps"):
             self.fields["attn_implementation"] = "eager"
         self.causal = family not in ENCODERS
         if self.causal:

@@ -69,7 +69,8 @@ class Trace:
     Attributes:
         losses, norms: of every step; norms before clipping.
         balances: the load-balancing loss of every step, if the model has experts.
-        margin: how far the choices of experts are from other ones, see `margin`; of the plain run.
+        margin: how far the choices of experts are from other ones, see `margin`, and what is
+            clamped from its limit; of the plain run.
         clipped: norm of what the optimizer got at the first step, read from its first moment.
         gradients: of the first step, before clipping.
         weights, first, second: fp32 weights and Adam's two moments after STEPS steps.
@@ -98,6 +99,28 @@ def initial_model(seed: int, family: str, start: torch.dtype, **kernels: Any) ->
     model = native_model(AutoConfig.for_model(**sizes | kernels), attn_implementation=attention)
     draw_weights(model, AutoConfig.for_model(**sizes), seed, start)
     return model
+
+
+def clamping_experts(model: Any) -> list[Any]:
+    """The layers' experts whose SwiGLU is clamped."""
+    return [module for module in model.modules() if hasattr(module, "limit")]
+
+
+def record_clamps(experts: Any, trace: Trace) -> None:
+    """Keep the least distance of a gate, or of what it multiplies, from its limit: the gradient
+    jumps there.
+    """
+    apply_gate = experts._apply_gate
+
+    def recorded(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up[..., ::2].detach(), gate_up[..., 1::2].detach().abs()
+        distances = torch.cat(((gate - experts.limit).abs(), (up - experts.limit).abs()))
+        if distances.numel():
+            trace.margin = min(trace.margin, distances.min().item() / experts.limit)
+        output: Tensor = apply_gate(gate_up)
+        return output
+
+    experts._apply_gate = recorded
 
 
 def draw_weights(model: Any, config: Any, seed: int, start: torch.dtype = torch.float32) -> None:
@@ -147,8 +170,10 @@ def plain(
     for name, bias in biases.items():  # which transformers keeps in fp32
         model.get_buffer(name).data = bias
     named = dict(model.named_parameters())
-    matrices = [weight for weight in masters.values() if weight.ndim > 1]
-    flat = [weight for weight in masters.values() if weight.ndim == 1]
+    # The biases of a layer's experts are one tensor.
+    is_flat = {name: one.ndim == 1 or name.endswith("_bias") for name, one in masters.items()}
+    matrices = [weight for name, weight in masters.items() if not is_flat[name]]
+    flat = [weight for name, weight in masters.items() if is_flat[name]]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": flat, "weight_decay": 0.0}],
         lr=LEARNING_RATE,
@@ -172,6 +197,8 @@ def plain(
             )
 
     model.register_forward_hook(record_routers)
+    for experts in clamping_experts(model):
+        record_clamps(experts, trace)
     for step in range(STEPS + more_steps):
         if step == STEPS:
             for group in optimizer.param_groups:

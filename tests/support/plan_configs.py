@@ -63,6 +63,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "output_router_logits": True,
         "clip_qkv": 3.0,
     },
+    "gpt_oss": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "sliding_window": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "bert": {"hidden_act": "gelu"},
     "megatron-bert": {},
     "youtu": {
@@ -268,6 +276,8 @@ CONFIGS += [
     family("youtu", "zero_optimization.stage=3", "zero_tp.parallel.sequence=false"),
     family("deepseek_v3", "zero_optimization.stage=2", "zero_tp.recompute=selective"),
     family("deepseek_v3", "zero_optimization.stage=1", EXPERTS[0]),
+    family("gpt_oss", "zero_optimization.stage=2", "zero_tp.recompute=selective"),
+    family("gpt_oss", "zero_optimization.stage=1", *EXPERTS),
 ]
 AVERAGE = 'zero_tp.training.ema={"decay": 0.9}'
 CONFIGS += [
@@ -286,7 +296,7 @@ NAMES = [
 # The second tier has every eighth, ZeRO-3 with offload, M_D under SP, full recomputation with
 # ZeRO-2, windows, the last five of AdamW, groups of parameters, Muon, expert parallelism, latent
 # attention, and averages of the weights.
-SECOND = (29, 34, 35, 37, 41, 43, *range(len(CONFIGS) - 28, len(CONFIGS)))
+SECOND = (29, 34, 35, 37, 41, 43, *range(len(CONFIGS) - 30, len(CONFIGS)))
 TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 8), *SECOND)}
 MARKS: dict[str, Any] = {"thorough": THOROUGH, "heavy": pytest.mark.heavy}
 CASES = [

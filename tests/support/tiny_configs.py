@@ -99,6 +99,7 @@ GENERAL_SIZES: dict[str, Any] = {
     "moe_layer_end_index": 2,
     "moe_norm_min": 0.9,
     "clip_qkv": 2.0,
+    "swiglu_limit": 0.4,
     "max_position_embeddings": 32,
     "use_sliding_window": True,
     "sliding_window": 5,

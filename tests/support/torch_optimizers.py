@@ -21,7 +21,7 @@ from zero_tp.model.architectures import architecture_of, file_tensors, weights_o
 STEPS, ROWS = 5, 8
 BY_ADAMW = re.compile(
     r"(wte|wpe|embed_tokens|embed_in|embed_out|lm_head|mlp\.gate|block_sparse_moe\.gate"
-    r"|router\.layer|shared_expert_gate|\w+_embeddings|seq_relationship)\.weight$"
+    r"|router\.layer|mlp\.router|shared_expert_gate|\w+_embeddings|seq_relationship)\.weight$"
 )
 
 
@@ -71,7 +71,9 @@ class TorchOptimizers:
         groups: list[list[torch.nn.Parameter]] = [[], [], []]
         for name, leaf in self.leaves.items():
             by_adamw = "betas" in params or BY_ADAMW.search(name)
-            kind = 2 if leaf.dim() < 2 else 1 if by_adamw else 0
+            # The biases of a layer's experts are one tensor.
+            is_vector = leaf.dim() < 2 or name.endswith("bias")
+            kind = 2 if is_vector else 1 if by_adamw else 0
             groups[kind].append(leaf)
         muon = {name: value for name, value in params.items() if name not in ("adamw", "per_head")}
         shared = {"lr": params["lr"], "weight_decay": params.get("weight_decay", 0.1)}

@@ -23,6 +23,7 @@ from zero_tp.model.rms_norm import RMSNorm
 from zero_tp.model.split_rms_norm import SplitRMSNorm
 from zero_tp.parallel import devices
 from zero_tp.parallel.elementwise import ElementwiseModule
+from zero_tp.parallel.layout import Sharded
 from zero_tp.parallel.linear import RowParallelLinear
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 from zero_tp.parallel.random import PER_RANK, Dropout, RandomStreams
@@ -228,8 +229,12 @@ class EagerCore(AttentionCore):
         return torch.finfo(dtype).min
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        key, value = repeat_kv_heads(key, value, query.shape[1])
+        return self.dropout(self.masked_scores(query, key, mask).softmax(-1)) @ value
+
+    def masked_scores(self, query: Tensor, key: Tensor, mask: Tensor) -> Tensor:
+        """Return the scores with the mask, [b, a/t, s, keys]; as many KV heads as heads."""
         batch, heads, length, _ = query.shape
-        key, value = repeat_kv_heads(key, value, heads)
         # Copies the mask only if rows are padded differently.
         additive_mask = mask.expand(batch, heads, length, key.shape[2]).flatten(0, 1)
         scores = torch.baddbmm(
@@ -238,7 +243,7 @@ class EagerCore(AttentionCore):
             key.flatten(0, 1).transpose(1, 2),
             alpha=self.score_scale,
         )
-        return self.dropout(scores.unflatten(0, (batch, heads)).softmax(-1)) @ value
+        return scores.unflatten(0, (batch, heads))
 
 
 class SoftCapCore(EagerCore):
@@ -260,8 +265,26 @@ class SoftCapCore(EagerCore):
         return self.dropout((capped + mask).softmax(-1)) @ value
 
 
-class FlexCore(SoftCapCore):
-    """SoftCapCore by torch's `flex_attention` where that computes the forward, else eager."""
+class SinkCore(EagerCore):
+    """EagerCore with a key more for each head, which has a learnt score, the sink, and no value
+    (arXiv 2309.17453, section 3.3; 2508.10925, section 2.2).
+
+    Each query gives it a part of its softmax, and the others sum to less than 1. Backward keeps a
+    column more of the softmax's output.
+    """
+
+    def forward(  # type: ignore[override]
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor
+    ) -> Tensor:
+        key, value = repeat_kv_heads(key, value, query.shape[1])
+        scores = self.masked_scores(query, key, mask)
+        columns = sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, columns), -1).softmax(-1)[..., :-1]
+        return self.dropout(weights) @ value
+
+
+class _FlexMask(AttentionCore):
+    """A core by torch's `flex_attention` where that computes the forward, else eager."""
 
     @classmethod
     def build_mask(cls, mask: AttentionMask, spec: TransformerSpec, like: Tensor) -> Mask:
@@ -269,17 +292,34 @@ class FlexCore(SoftCapCore):
             return flex_attention.build_block_mask(mask, like.device)
         return super().build_mask(mask, spec, like)
 
+
+class FlexCore(_FlexMask, SoftCapCore):
+    """SoftCapCore, or the same by `flex_attention`."""
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         if isinstance(mask, Tensor):
             return super().forward(query, key, value, mask)
         return flex_attention.capped_attention(query, key, value, mask, self.cap, self.score_scale)
 
 
+class FlexSinkCore(_FlexMask, SinkCore):
+    """SinkCore, or the same by `flex_attention`."""
+
+    def forward(  # type: ignore[override]
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Mask
+    ) -> Tensor:
+        if isinstance(mask, Tensor):
+            return super().forward(query, key, value, sinks, mask)
+        return flex_attention.sink_attention(query, key, value, sinks, mask, self.score_scale)
+
+
 CORES: dict[str, type[AttentionCore]] = {
     "sdpa": SDPACore,
     "eager": EagerCore,
     "soft_cap": SoftCapCore,
+    "sinks": SinkCore,
     "flex_attention": FlexCore,
+    "flex_sinks": FlexSinkCore,
 }
 
 
@@ -312,6 +352,10 @@ class Attention(ElementwiseModule):
         self.rotates_first = spec.rotates_before_norm
         self.qkv = projection_of(spec)(make.child("qkv"), spec)
         self.core = CORES[spec.attention](spec, streams)
+        self.sinks: nn.Parameter | None = None
+        if spec.sinks:
+            split = Sharded(0, (spec.heads,))
+            self.sinks = make.parameter("sinks", (spec.heads,), split, Normal(spec.init_std))
         self.output = RowParallelLinear(
             make.child("output"),
             spec.heads * spec.value_size,
@@ -372,6 +416,10 @@ class Attention(ElementwiseModule):
             key, value = context.cache.update(key, value, self.number)
         key = self.qkv.repeat_for_queries(key)
         value = self.qkv.repeat_for_queries(value)
+        # A copy, because a recomputed core keeps it: an alias would keep all that ZeRO-3 has
+        # gathered with it.
+        sinks = () if self.sinks is None else (self.sinks.clone(),)
         # Layers with the same window share one mask, which is built once a forward.
-        attended = self.core(query, key, value, mask=context.masks[self.window])  # [b, a/t, s, d]
+        attended = self.core(query, key, value, *sinks, mask=context.masks[self.window])
+        # [b, a/t, s, d]
         return self.output(attended.permute(2, 0, 1, 3).flatten(2), sequence=context.sequence)

@@ -41,7 +41,7 @@ def describe_attention(
         tensor: TP size.
         documents: attention stays inside a document.
     """
-    if spec.attention == "flex_attention":
+    if spec.is_flex:
         if devices.runs_flash(device) and spec.fits_flex:
             yield (
                 "attention: flex_attention, which has not been tested on a GPU yet; batches of "
@@ -50,7 +50,8 @@ def describe_attention(
             return
         reason = "dropout" if spec.dropouts.attention else f"heads of {spec.head_size} features"
         reason = reason if devices.runs_flash(device) else "training on this device"
-        yield f"attention: soft_cap (eager), because flex_attention has no {reason}"
+        eager = "sinks" if spec.sinks else "soft_cap"
+        yield f"attention: {eager} (eager), because flex_attention has no {reason}"
         return
     if spec.attention != "sdpa" or device.type != "cuda":
         yield f"attention: {spec.attention}"

@@ -1,4 +1,5 @@
-"""Attention whose scores are capped, by torch's `flex_attention`: no kernel of SDPA has caps.
+"""Attention whose scores are capped or have sinks, by torch's `flex_attention`: no kernel of SDPA
+has them.
 
 torch compiles a kernel with the cap in it. It keeps no scores, and skips blocks that a window or
 documents hide.
@@ -97,6 +98,42 @@ def capped_attention(
         enable_gqa=key.shape[1] != query.shape[1],
     )
     return attended
+
+
+def sink_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Any, scale: float
+) -> Tensor:
+    """Return softmax(scale · QKᵀ)V whose softmax has a score more for each head, `sinks` [heads].
+    Shapes as in AttentionCore.
+
+    With L the log-sum-exp of a query's scores, its output is multiplied by e^L / (e^L + e^sink).
+
+    Args:
+        mask: of `build_block_mask`.
+    """
+    attended, log_sums = attention_with_log_sums(query, key, value, mask, scale)
+    share = torch.sigmoid(log_sums - sinks.float().unsqueeze(-1))
+    return attended * share.unsqueeze(-1).to(attended.dtype)
+
+
+def attention_with_log_sums(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return softmax(scale · QKᵀ)V, and the log-sum-exp of each query's scores, fp32 [b, heads,
+    s].
+    """
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    attended, extra = _kernel(query.device.type)(
+        query,
+        key,
+        value,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=key.shape[1] != query.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    return attended, extra.lse
 
 
 @functools.cache

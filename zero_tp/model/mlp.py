@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,30 +45,56 @@ def _gated_gradient(
     return torch.cat([*gate_gradient(gradient * up), gradient * activated], -1)
 
 
+def _clamped_product(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def _clamped(intermediate: Tensor, alpha: float, limit: float) -> Tensor:
+    gate, up = intermediate.chunk(2, -1)
+    return _clamped_product(gate, up, alpha, limit)
+
+
+@compiled_with(max_complex_pointwise_cat_inputs=1)
+def _clamped_gradient(intermediate: Tensor, gradient: Tensor, alpha: float, limit: float) -> Tensor:
+    function = partial(_clamped_product, alpha=alpha, limit=limit)
+    pull = torch.func.vjp(function, *intermediate.chunk(2, -1))[1]
+    return torch.cat(pull(gradient), -1)
+
+
 class _Gate(torch.autograd.Function):
-    """Compute activation(gate) · up; backward recomputes it."""
+    """Compute the product of gate and up; backward recomputes it.
+
+    Its functions are that product and its gradient, with what they take besides tensors.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, intermediate: Tensor, function: Callable[[Tensor], Tensor], ops: ElementwiseOps
+        ctx: Any,
+        intermediate: Tensor,
+        functions: tuple[Callable[..., Tensor], Callable[..., Tensor]],
+        others: tuple[Any, ...],
+        ops: ElementwiseOps,
     ) -> Tensor:
         # The gate's activation and the product are elementwise functions of it. autograd would keep
         # the activation's output, too.
         ctx.save_for_backward(intermediate)
-        ctx.function = function
+        product, ctx.gradient = functions
+        ctx.others = others
         ctx.ops = ops
         # [s, b, 2n] as rows: a chunk of them fits the cache (parallel/elementwise.py).
         output: Tensor = ops.map_rows(
-            _gated, (intermediate.reshape(-1, intermediate.shape[-1]),), function
+            product, (intermediate.reshape(-1, intermediate.shape[-1]),), *others
         )
         return output.view(*intermediate.shape[:-1], output.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (intermediate,) = ctx.saved_tensors
         rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (intermediate, gradient)]
         return (
-            ctx.ops.map_rows(_gated_gradient, rows, ctx.function).view(intermediate.shape),
+            ctx.ops.map_rows(ctx.gradient, rows, *ctx.others).view(intermediate.shape),
+            None,
             None,
             None,
         )
@@ -80,7 +107,27 @@ class GatedActivation(Activation):
     """
 
     def forward(self, intermediate: Tensor) -> Tensor:
-        output: Tensor = _Gate.apply(intermediate, self.function, self.elementwise)
+        functions = (_gated, _gated_gradient)
+        output: Tensor = _Gate.apply(intermediate, functions, (self.function,), self.elementwise)
+        return output
+
+
+class ClampedGatedActivation(ElementwiseModule):
+    """g · σ(αg) · (u + 1), with the gate g at most `limit` and up u in [-limit, limit]: the clamped
+    SwiGLU of gpt-oss (arXiv 2508.10925, section 2.1). [*, 2n] → [*, n].
+
+    Backward keeps only the tensor that holds both.
+    """
+
+    def __init__(self, alpha: float, limit: float):
+        super().__init__()
+        self.alpha = alpha
+        self.limit = limit
+
+    def forward(self, intermediate: Tensor) -> Tensor:
+        functions = (_clamped, _clamped_gradient)
+        others = (self.alpha, self.limit)
+        output: Tensor = _Gate.apply(intermediate, functions, others, self.elementwise)
         return output
 
 

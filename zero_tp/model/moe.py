@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.context import ForwardContext
-from zero_tp.model.mlp import GatedActivation, GatedMLP
+from zero_tp.model.mlp import ClampedGatedActivation, GatedActivation, GatedMLP
 from zero_tp.parallel.collectives import (
     Group,
     copy_to_tensor_region,
@@ -39,7 +39,7 @@ from zero_tp.parallel.grouped_linear import (
     RowParallelGroupedLinear,
     dispatch_tokens,
 )
-from zero_tp.parallel.layout import Replicated, Sharded
+from zero_tp.parallel.layout import Replicated, Sharded, layout_of
 from zero_tp.parallel.parameter import ConstantInit, ExactBuffers, Normal, ParameterMaker
 
 
@@ -148,6 +148,19 @@ class TopKSoftmaxRouter(SoftmaxRouter):
         return chosen_scores / chosen_scores.sum(-1, keepdim=True)
 
 
+class BiasedTopKRouter(TopKSoftmaxRouter):
+    """The k greatest logits of a linear layer with a bias: gpt-oss's router."""
+
+    def __init__(self, make: ParameterMaker, spec: TransformerSpec):
+        super().__init__(make, spec)
+        self.bias = make.parameter(
+            "bias", (self.experts.count,), layout_of(self.weight), Normal(spec.init_std)
+        )
+
+    def logits(self, tensor: Tensor) -> Tensor:
+        return F.linear(tensor, self.weight, self.bias)
+
+
 class CorrectedRouter(ExactBuffers, Router):
     """A router whose choice alone adds a bias to the scores (arXiv 2408.15664).
 
@@ -254,6 +267,7 @@ class BiasedSoftmaxRouter(CorrectedRouter):
 ROUTERS: dict[str, type[Router]] = {
     "softmax": SoftmaxRouter,
     "top_k_softmax": TopKSoftmaxRouter,
+    "biased_top_k": BiasedTopKRouter,
     "sigmoid": SigmoidRouter,
     "biased_softmax": BiasedSoftmaxRouter,
 }
@@ -305,12 +319,17 @@ class Experts(nn.Module):
         #     down    [E, h, 4]   0 1            2 3             its inputs
         columns = Sharded(1, (size, size), experts=topology.expert)
         rows = Sharded(2, (size,), experts=topology.expert)
+        bias = spec.experts.bias
         self.gate_up = ColumnParallelGroupedLinear(
-            make.child("gate_up"), count, spec.hidden, 2 * size, columns, init
+            make.child("gate_up"), count, spec.hidden, 2 * size, columns, init, bias=bias
         )
-        self.activation = GatedActivation(spec.activation)
+        self.activation: nn.Module = (
+            GatedActivation(spec.activation)
+            if spec.experts.swiglu is None
+            else ClampedGatedActivation(*spec.experts.swiglu)
+        )
         self.down = RowParallelGroupedLinear(
-            make.child("down"), count, size, spec.hidden, rows, residual_init
+            make.child("down"), count, size, spec.hidden, rows, residual_init, bias=bias
         )
         self.shared: GatedMLP | None = None
         if spec.experts.shared:

@@ -11,6 +11,7 @@ one by one. On CUDA the kernel takes bf16 rows whose size is a multiple of 16 by
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from zero_tp.parallel.collectives import (
 )
 from zero_tp.parallel.expert_exchange import ExpertExchange
 from zero_tp.parallel.layout import Sharded
-from zero_tp.parallel.parameter import Normal, ParameterMaker
+from zero_tp.parallel.parameter import ConstantInit, Normal, ParameterMaker
 
 
 class Routing(NamedTuple):
@@ -135,6 +136,25 @@ def grouped_outer_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return output
 
 
+def vectors_of_rows(vectors: Tensor, ends: Tensor, rows: int) -> Tensor:
+    """Return the vector of each row's group. [E, o] → [r, o]"""
+    # Not `repeat_interleave`, which would wait for the device.
+    numbers = torch.arange(rows, dtype=ends.dtype, device=ends.device)
+    return vectors[torch.searchsorted(ends, numbers, right=True)]
+
+
+def grouped_sum(rows: Tensor, ends: Tensor) -> Tensor:
+    """Return the sum of each group's rows. [r, o] → [E, o]"""
+    if rows.device.type != "cpu":
+        # By the products' kernel, whose sums have one order; 16 bytes a row are its least.
+        ones = rows.new_ones(len(rows), 16 // rows.element_size())
+        return grouped_outer_product(rows, ones, ends)[..., 0].contiguous()
+    output = rows.new_zeros(len(ends), rows.shape[1])
+    for number, part in _group_slices(ends, len(rows)):
+        torch.sum(rows[part], 0, out=output[number])
+    return output
+
+
 def dispatch_tokens(
     tensor: Tensor, routing: Routing, experts: ExpertExchange, group: Group, *, sequence: bool
 ) -> Pending:
@@ -153,8 +173,8 @@ def _sum_of_copies(combined: Pending, routing: Routing, batch: int) -> Tensor:
 
 
 class _ColumnParallelGrouped(torch.autograd.Function):
-    """Compute Y[row] = X[its token] W_eᵀ. Only X is saved; backward gathers it, copies its rows
-    and sends them to their experts again.
+    """Compute Y[row] = X[its token] W_eᵀ + b_e. Only X is saved; backward gathers it, copies its
+    rows and sends them to their experts again.
     """
 
     @staticmethod
@@ -162,6 +182,7 @@ class _ColumnParallelGrouped(torch.autograd.Function):
         ctx: Any,
         tensor: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         routing: Routing,
         experts: ExpertExchange,
         dispatched: Pending | None,
@@ -175,14 +196,17 @@ class _ColumnParallelGrouped(torch.autograd.Function):
         ctx.experts = experts
         if dispatched is None:
             dispatched = dispatch_tokens(tensor, routing, experts, group, sequence=sequence)
-        return grouped_product(dispatched.wait(), weight.mT, experts.ends)
+        product = grouped_product(dispatched.wait(), weight.mT, experts.ends)
+        if bias is not None:
+            product += vectors_of_rows(bias, experts.ends, len(product))
+        return product
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tensor, weight, *sorting = ctx.saved_tensors
         routing = Routing(*sorting)
         experts: ExpertExchange = ctx.experts
-        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         # F.grouped_mm refuses an expanded gradient, such as a sum's.
         gradient = gradient.contiguous()
         # As in a column layer (linear.py): the gather runs during the input-gradient product, the
@@ -209,15 +233,17 @@ class _ColumnParallelGrouped(torch.autograd.Function):
             input_gradient = _sum_of_copies(combined, routing, tensor.shape[1])
             if ctx.sequence:
                 reducing = start_reduce_scatter(input_gradient, ctx.group)
+        bias_gradient = grouped_sum(gradient, experts.ends) if needs_bias else None
         input_gradient = input_gradient if reducing is None else reducing.wait()
-        return input_gradient, weight_gradient, *[None] * 5
+        return input_gradient, weight_gradient, bias_gradient, *[None] * 5
 
 
 class _RowParallelGrouped(torch.autograd.Function):
-    """Compute Y[token] = Σ over its rows of routing weight · (X[row] W_eᵀ), added in fp32 and
-    rounded once.
+    """Compute Y[token] = Σ over its rows of routing weight · (X[row] W_eᵀ + b_e), added in fp32
+    and rounded once.
 
-    No product is saved: the gradient of a row's routing weight is X[row] · (W_eᵀ G[its token]), a
+    A rank adds its columns `own` of the bias, which are the only ones it has. No product is saved:
+    the gradient of a row's routing weight is X[row] · (W_eᵀ G[its token]) + b_e · G[its token], a
     partial sum over TP.
     """
 
@@ -226,18 +252,24 @@ class _RowParallelGrouped(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         routing_weights: Tensor,
         routing: Routing,
         experts: ExpertExchange,
+        own: slice,
     ) -> Tensor:
-        ctx.save_for_backward(rows, weight, routing_weights, *routing)
+        ctx.save_for_backward(rows, weight, bias, routing_weights, *routing)
         ctx.experts = experts
-        outputs = experts.start_combine(grouped_product(rows, weight.mT, experts.ends)).wait()
+        ctx.own = own
+        product = grouped_product(rows, weight.mT, experts.ends)
+        if bias is not None:
+            product[:, own] += vectors_of_rows(bias, experts.ends, len(product))
+        outputs = experts.start_combine(product).wait()
         return (outputs[routing.row_of_copy] * routing_weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, routing_weights, *sorting = ctx.saved_tensors
+        rows, weight, bias, routing_weights, *sorting = ctx.saved_tensors
         routing = Routing(*sorting)
         experts: ExpertExchange = ctx.experts
         # Every copy of a token gets the token's gradient, in the order of rows.
@@ -249,18 +281,28 @@ class _RowParallelGrouped(torch.autograd.Function):
         # One product serves two gradients: times the routing weight it is the row's, times the row
         # the routing weight's.
         unweighted = grouped_product(copies, weight, experts.ends)
-        combined = experts.start_combine((unweighted.float() * rows).sum(1))
+        routing_gradient = (unweighted.float() * rows).sum(1)
+        if bias is not None:
+            own_bias = vectors_of_rows(bias, experts.ends, len(rows))
+            routing_gradient += (copies[:, ctx.own].float() * own_bias).sum(1)
+        combined = experts.start_combine(routing_gradient)
         row_gradient = (unweighted * sorted_weights).to(rows.dtype)
-        weight_gradient = None
-        if ctx.needs_input_grad[1]:
-            weight_gradient = grouped_outer_product(
-                (copies * sorted_weights).to(rows.dtype), rows, experts.ends
-            )
-        return row_gradient, weight_gradient, combined.wait()[routing.row_of_copy], None, None
+        weight_gradient = bias_gradient = None
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        if needs_weight or needs_bias:
+            weighted = (copies * sorted_weights).to(rows.dtype)
+        if needs_weight:
+            weight_gradient = grouped_outer_product(weighted, rows, experts.ends)
+        if needs_bias:
+            bias_gradient = grouped_sum(weighted[:, ctx.own], experts.ends)
+        gradients = (row_gradient, weight_gradient, bias_gradient)
+        return *gradients, combined.wait()[routing.row_of_copy], *[None] * 3
 
 
 class _GroupedLinear(nn.Module):
-    """Matrices of E groups in one weight [E, o, i], split over TP by `layout`."""
+    """Matrices of E groups in one weight [E, o, i], split over TP by `layout`, and their biases
+    [E, o], split by the features o.
+    """
 
     def __init__(
         self,
@@ -270,10 +312,19 @@ class _GroupedLinear(nn.Module):
         outputs: int,
         layout: Sharded,
         init: Normal,
+        *,
+        bias: bool = False,
     ):
         super().__init__()
         self.weight = make.parameter("weight", (groups, outputs, inputs), layout, init)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            features = layout if layout.dim == 1 else replace(layout, dim=1, parts=(outputs,))
+            self.bias = make.parameter("bias", (groups, outputs), features, ConstantInit(0.0))
         self.group = make.topology.tensor_group
+        width = outputs // make.topology.tensor
+        first = make.topology.tensor_rank * width
+        self.own = slice(first, first + width)
 
 
 class ColumnParallelGroupedLinear(_GroupedLinear):
@@ -300,7 +351,7 @@ class ColumnParallelGroupedLinear(_GroupedLinear):
             dispatched: `dispatch_tokens`, if it was started before.
         """
         output: Tensor = _ColumnParallelGrouped.apply(
-            tensor, self.weight, routing, experts, dispatched, self.group, sequence
+            tensor, self.weight, self.bias, routing, experts, dispatched, self.group, sequence
         )
         return output
 
@@ -308,10 +359,17 @@ class ColumnParallelGroupedLinear(_GroupedLinear):
 class RowParallelGroupedLinear(_GroupedLinear):
     """Split every group's matrix by rows; the caller sums the output over TP. [r, i], fp32 [n, k]
     → [n, o].
+
+    Each rank adds other features of the bias, so that the sum has each once. With TP 2 and o 4:
+
+        rank 0    b0 b1 .  .
+        rank 1    .  .  b2 b3
     """
 
     def forward(
         self, rows: Tensor, weights: Tensor, routing: Routing, experts: ExpertExchange
     ) -> Tensor:
-        output: Tensor = _RowParallelGrouped.apply(rows, self.weight, weights, routing, experts)
+        output: Tensor = _RowParallelGrouped.apply(
+            rows, self.weight, self.bias, weights, routing, experts, self.own
+        )
         return output

@@ -194,8 +194,7 @@ def _describe_run(
     )
     if isinstance(source, PretrainedSource):
         yield f"weights: loaded from {config.pretrained}"
-        if source.new_heads:
-            yield source.describe_new_heads()
+        yield from source.notes()
     elif source is None:
         yield f"weights: drawn from the seed {config.zero_tp.training.seed}"
     yield f"devices: {describe_devices(engine.device, engine.topology.world)}"

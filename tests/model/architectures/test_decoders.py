@@ -138,13 +138,14 @@ def test_each_family(ranks: Pools, seed: int, world: int, family: str) -> None:
 
 
 def partial_mlps(fields: dict[str, Any], *, sequence: bool) -> int:
-    """Routers and learnt activations, of which a rank sees its part of the outputs, and the gates
-    of shared experts on a sequence shard.
+    """Routers, their biases and learnt activations, of which a rank sees its part of the outputs,
+    and the gates of shared experts on a sequence shard.
     """
     config = AutoConfig.for_model(**fields)
     spec = architecture_of(config).spec(config)
-    routers = len(spec.expert_layers) * (1 + (sequence and fields["model_type"] == "qwen2_moe"))
-    return routers + 2 * spec.mlps.count("xielu")
+    kind = fields["model_type"]
+    others = (sequence and kind == "qwen2_moe") + (kind == "gpt_oss")
+    return len(spec.expert_layers) * (1 + others) + 2 * spec.mlps.count("xielu")
 
 
 def latents(fields: dict[str, Any]) -> int:

@@ -96,6 +96,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "moe_layer_start_index": (0, 2, 3, None),
     "moe_layer_end_index": (1, -1, 0, None),
     "moe_norm_min": (1e-12, 0.0, None),
+    "swiglu_limit": (0.2, 0.0, None),
+    "swiglu_alpha": (0.9, 0.0, None),
     "mlp_only_layers": ([1], [0, 7], None, [0, 1, 2], [-1]),
     "clip_qkv": (0.5, None, -1.0),
     "type_vocab_size": (4, 0),
@@ -149,7 +151,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "quantization_config": ({"quant_method": "awq"}, None),
     "auto_map": ({"AutoModelForCausalLM": "modeling_own.Own"},),
     "attn_implementation": ("sdpa",),
-    "ignore_keys_at_rope_validation": (["factor"],),
+    "ignore_keys_at_rope_validation": (["mscale"],),
     "output_attentions": (False,),  # true asks transformers for its eager attention
     "return_dict": (True,),  # with false transformers' own classes fail
     "transformers.js_config": ({},),
@@ -159,7 +161,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 OTHER_SIDE = (
     "num_experts_per_tok|n_group|topk_group|moe_k|moe_layer_start_index|mlp_layer_types|"
     "rope_parameters|rotary_pct|"
-    "hidden_size|n_embd|num_key_value_heads"
+    "hidden_size|n_embd|num_key_value_heads|layer_types"
 )
 NOT_IN_OUTPUT = (
     "max_position_embeddings",
@@ -241,7 +243,8 @@ def compared(written: dict[str, Any], directory: Path, *, train: bool = False) -
         "eager"  # the default refuses rows that are no multiples of 16 bytes
     )
     causal = ARCHITECTURES[config.model_type].spec(config).causal
-    theirs = set_weights(native_model(native, attn_implementation="sdpa" if causal else "eager"))
+    attention = "sdpa" if causal and config.model_type != "gpt_oss" else "eager"
+    theirs = set_weights(native_model(native, attn_implementation=attention))
     source = Native(theirs)
     ours = our_class(config)(config, source=source, dtype=torch.float32)
     tokens = torch.arange(2 * 12).view(2, 12) * 5 % 61
@@ -339,8 +342,8 @@ def test_every_field_does_what_its_class_says(model_type: str, tmp_path: Path) -
 
 @EACH_TABLE
 def test_new_weights_are_drawn_as_the_class_draws_them(model_type: str) -> None:
-    """Mean and standard deviation of every matrix, zeros for padding tokens; norms and biases
-    bit for bit.
+    """Mean and standard deviation of every matrix and of drawn vectors, zeros for padding tokens;
+    norms and other biases bit for bit.
     """
     sizes = {"hidden_size": 256, "vocab_size": 211, "initializer_range": 0.07}
     wide = {
@@ -358,6 +361,12 @@ def test_new_weights_are_drawn_as_the_class_draws_them(model_type: str) -> None:
     expected = to_ours(config, native_model(config).state_dict())
     ours = dict(stored_tensors(our_class(config)(copy.deepcopy(config), seed=1)))
     assert ours.keys() == expected.keys()
+    for end in ("sinks", "router.bias"):  # small ones: those of all layers together
+        names = [name for name in ours if name.endswith(end)]
+        if names and model_type == "gpt_oss":
+            drawn = torch.cat([ours.pop(name).detach() for name in names])
+            assert 0.5 < drawn.std().item() / sizes["initializer_range"] < 1.8
+            assert drawn.abs().min() > 0 and expected[names[0]].std() > 0
     for name, parameter in ours.items():
         theirs = expected[name]
         if parameter.ndim == 1:

@@ -160,7 +160,7 @@ def test_the_block_of_a_run_takes_no_such_field(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "problem"), [("gpt_oss", "is not supported"), ("gpt_osss", "is unknown")]
+    ("model_type", "problem"), [("mamba2", "is not supported"), ("gpt_osss", "is unknown")]
 )
 def test_all_reasons_are_given_at_once(model_type: str, problem: str, tmp_path: Path) -> None:
     quantized = {"model_type": model_type, "quantization_config": {"quant_method": "mxfp4"}}

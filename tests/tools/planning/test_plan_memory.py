@@ -318,7 +318,7 @@ def test_parameters_of_every_architecture_are_those_of_transformers(name: str) -
     config = load(family(name, "zero_tp.parallel.tensor=1", *([MASKED] if encoder else [])))
     hf_config = config.hf_config()
     with torch.device("meta"):
-        theirs = native_model(hf_config, **({"attn_implementation": "eager"} if encoder else {}))
+        theirs = native_model(hf_config, attn_implementation="eager")
     spec, parameters, whole = model_size(hf_config, 1, False)
     assert whole == parameters.total == theirs.num_parameters()
     assert layer_products(spec) * spec.layers < whole

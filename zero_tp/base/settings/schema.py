@@ -402,7 +402,8 @@ class ZeroTP(ConfigModel):
     attention: Literal["sdpa", "eager", "flex_attention"] = Field(
         "sdpa",
         description="The attention implementation: [training.md](training.md#activation-memory). "
-        'Of scores with a soft cap (Gemma 2), which SDPA lacks, "sdpa" and "eager" compute all; '
+        'Of scores with a soft cap (Gemma 2) or sinks (gpt-oss), which SDPA lacks, "sdpa" and '
+        '"eager" compute all; '
         '"flex_attention" stores none on a CUDA device of capability 8.0, and no GPU has tested it '
         "yet.",
     )

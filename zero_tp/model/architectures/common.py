@@ -116,10 +116,12 @@ def spec(
     mlps = sparse_mlps(config) if hasattr(config, "decoder_sparse_step") else (mlp,) * layers
     heads, kv_heads, head_size = grouped_heads(config)
     attention = "eager" if config._attn_implementation == "eager" else "sdpa"
+    is_flex = config._attn_implementation == "flex_attention"
+    # No kernel of SDPA caps scores or has sinks; transformers' SDPA leaves the cap out.
     if overrides.get("score_cap") is not None:
-        # No kernel of SDPA caps scores; transformers' SDPA leaves the cap out.
-        is_flex = config._attn_implementation == "flex_attention"
         attention = "flex_attention" if is_flex else "soft_cap"
+    elif overrides.get("sinks"):
+        attention = "flex_sinks" if is_flex else "sinks"
     if attention_bias is None:
         attention_bias = getattr(config, "attention_bias", False)
     # Made only where it is used: a config with learned positions has no rotary fields.

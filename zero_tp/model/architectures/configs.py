@@ -173,7 +173,9 @@ def config_from_json(raw: dict[str, Any], directory: Path, **changes: Any) -> Pr
         config_class = CONFIG_MAPPING[model_type]
         rules = fields_of(model_type)
         with collector:
-            refuse_quantized(raw, directory)
+            refuse_quantized(raw, directory, rules.quantizations)
+        # Read weights are whole, and so are exported ones.
+        raw = {name: value for name, value in raw.items() if name != QUANTIZATION}
         with collector:
             _check_undeclared(raw, config_class, rules)
         declared = _pydantic_model(config_class, rules).model_fields
@@ -226,9 +228,15 @@ def read_config_json(directory: Path, key: str = "") -> dict[str, Any]:
     return raw
 
 
-def refuse_quantized(raw: dict[str, Any], directory: Path) -> None:
-    """Raise a ConfigError if the weights beside a config.json are quantized."""
-    if raw.get(QUANTIZATION) is not None:
+def refuse_quantized(raw: dict[str, Any], directory: Path, methods: tuple[str, ...] = ()) -> None:
+    """Raise a ConfigError if the weights beside a config.json are quantized.
+
+    Args:
+        methods: of quantization whose weights are read.
+    """
+    settings = raw.get(QUANTIZATION)
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings
+    if settings is not None and method not in methods:
         raise ConfigError(
             f"{directory / CONFIG}: {QUANTIZATION}", "quantized weights", "give whole ones"
         )

@@ -112,6 +112,7 @@ class Fields:
         fixed: field that the config class does not declare → the only supported value, and the
             reason.
         irrelevant: field → the reason why it has no effect. Some fields exist only in files.
+        quantizations: values of `quant_method` whose weights are dequantised where they are read.
         undeclared: field → type, for fields above that transformers reads but its config class does
             not declare.
     """
@@ -124,6 +125,7 @@ class Fields:
     fixed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     irrelevant: Mapping[str, str] = field(default_factory=dict)
     undeclared: Mapping[str, Any] = field(default_factory=dict)
+    quantizations: tuple[str, ...] = ()
 
     def names(self) -> list[str]:
         """Return the names of all fields. A name that is listed twice appears twice."""

@@ -74,6 +74,8 @@ class ExpertsSpec:
             has experts of that many of them; 1 and 1: it chooses among all.
         scale: factor of the weights, after they are normalised.
         smallest_sum: of a token's weights, by which the router "biased_softmax" divides them.
+        bias: each expert's matrices have biases.
+        swiglu: (α, limit) of a clamped SwiGLU; None: the activation of the gate, times up.
     """
 
     count: int
@@ -88,6 +90,8 @@ class ExpertsSpec:
     groups_per_token: int = 1
     scale: float = 1.0
     smallest_sum: float = 0.0
+    bias: bool = False
+    swiglu: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,7 @@ class TransformerSpec:
         rotates_before_norm: queries and keys are rotated, then normed.
         attention_scale: factor of the scores; by default 1/√d.
         score_cap, logit_cap: limits of scores and logits, cap · tanh(x / cap).
+        sinks: each head has a learnt score of a key without a value.
         logit_scale: factor of the logits.
         embedding_scale: factor of the word embedding, for a dtype of the activations.
         residual_scale: factor of a branch's output, of the layer "scaled".
@@ -195,10 +200,13 @@ class TransformerSpec:
     query_key_norm: Literal["none", "heads", "whole"] = "none"
     clip: float | None = None
     padding_token: int | None = None
-    attention: Literal["sdpa", "eager", "soft_cap", "flex_attention"] = "sdpa"
+    attention: Literal["sdpa", "eager", "soft_cap", "sinks", "flex_attention", "flex_sinks"] = (
+        "sdpa"
+    )
     rotates_before_norm: bool = False
     attention_scale: float | None = None
     score_cap: float | None = None
+    sinks: bool = False
     logit_cap: float | None = None
     logit_scale: float = 1.0
     embedding_scale: Callable[[torch.dtype], float] | None = None
@@ -222,7 +230,7 @@ class TransformerSpec:
             flash: the device has the kernels of `flex_attention`, else its scores are computed
                 eagerly.
         """
-        if self.attention == "flex_attention":
+        if self.is_flex:
             return not (flash and self.fits_flex)
         return self.attention != "sdpa"
 
@@ -230,6 +238,16 @@ class TransformerSpec:
     def value_size(self) -> int:
         """Return the features of a head's values, and of its output."""
         return self.head_size if self.latent is None else self.latent.value
+
+    @property
+    def is_flex(self) -> bool:
+        """Return whether the attention is `flex_attention` where its kernels compute it."""
+        return self.attention in ("flex_attention", "flex_sinks")
+
+    @property
+    def has_flex_core(self) -> bool:
+        """Return whether SDPA lacks this attention and `flex_attention` has it."""
+        return self.score_cap is not None or self.sinks
 
     @property
     def fits_flex(self) -> bool:
@@ -279,8 +297,11 @@ class TransformerSpec:
         """Return the parameters of experts that do not compute a given token."""
         if self.experts is None:
             return 0
-        idle = (self.experts.count - self.experts.per_token) * self.experts.size
-        return len(self.expert_layers) * self.mlp_matrices * self.hidden * idle
+        size = self.experts.size
+        one = self.mlp_matrices * self.hidden * size
+        if self.experts.bias:
+            one += (self.mlp_matrices - 1) * size + self.hidden
+        return len(self.expert_layers) * one * (self.experts.count - self.experts.per_token)
 
     def check_qk_clip(self) -> None:
         """Check that scaling the rows of Q and K scales the scores, for QK-clip."""
@@ -291,6 +312,8 @@ class TransformerSpec:
             problem = "this model limits Q and K (clip_qkv), so scores do not follow their weights"
         elif self.score_cap is not None:
             problem = "this model caps its scores, which bounds them already"
+        elif self.is_flex:
+            problem = 'the masks of flex_attention are not read; with "sdpa" it works'
         elif not self.causal:
             problem = "an encoder's rows are padded, and scores of padding would count"
         if problem:
@@ -309,6 +332,8 @@ class TransformerSpec:
         sizes = {"heads": self.heads, "MLP width": self.mlp_size if self.dense_layers else 0}
         if self.experts is not None:
             sizes |= {"expert width": self.experts.size, "shared expert width": self.experts.shared}
+            # Each rank has some features of the second matrices' biases.
+            sizes |= {"hidden size": self.hidden if self.experts.bias else 0}
         for name, size in sizes.items():
             if size % tensor:
                 mismatch = f"{name} {size} ≠ tensor {tensor} × {size / tensor:.4g} a rank"

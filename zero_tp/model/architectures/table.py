@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,10 +29,12 @@ class Weight:
         our_name: its name in our model.
         hf_name: its name in the Hugging Face class; several if our parameter concatenates tensors
             of equal size.
-        form: how Hugging Face stores it: "transposed" is [in, out] (Conv1D), "scalar" has no
-            dimension where ours has one.
+        form: how Hugging Face stores it: "transposed" is [in, out] (Conv1D), or [experts, in, out],
+            "scalar" has no dimension where ours has one.
         heads: Hugging Face interleaves Q, K and V by head, [heads, 3, d, …], where our parameter is
             [3, heads, d, …].
+        interleaved: Hugging Face interleaves gate and up of each expert, where our parameter
+            [experts, 2f, …] has gate before up.
         rows: (start, stop, total): our parameter is rows [start, stop) of a tensor of `total` rows.
         experts: our parameter stacks this number of matrices, [experts, out, in]; `hf_name` lists
             them by expert. None for a file that stacks them, too.
@@ -47,6 +49,7 @@ class Weight:
     hf_name: str | tuple[str, ...]
     form: Form = "ours"
     heads: int | None = None
+    interleaved: bool = False
     rows: tuple[int, int, int] | None = None
     experts: int | None = None
     native_name: str | None = None
@@ -116,20 +119,44 @@ class Weight:
         whole = (whole[0] * whole[1], whole[2]) if self.experts else whole
         rows = self.rows[2] if self.rows else whole[0] // len(self.names)
         part = (rows, *whole[1:])
-        stored = {"ours": part, "transposed": part[::-1], "scalar": ()}[self.form]
+        swapped = (*part[:-2], *part[-2:][::-1])
+        stored = {"ours": part, "transposed": swapped, "scalar": ()}[self.form]
         return dict.fromkeys(self.names, stored)
 
     def from_stored(self, tensor: Tensor) -> Tensor:
-        """Return Hugging Face's tensor in the form of our parameters, a view."""
+        """Return Hugging Face's tensor in the form of our parameters, a view unless interleaved."""
+        return self.slice_stored(tensor, (slice(None),) * 2 if self.interleaved else ())
+
+    def slice_stored(self, tensor: Tensor, index: tuple[slice, ...]) -> Tensor:
+        """Return a part of Hugging Face's tensor in the form of our parameters; no more of it is
+        read.
+
+        Of gate and up with f 3, interleaved, a rank's first rows of both:
+
+            stored           g0 u0 g1 u1 g2 u2
+            order            0 2 4 1 3 5
+            index, reads     [0:2]: 0 2    [3:5]: 1 3
+        """
         if self.form == "scalar":
-            return tensor.reshape(1)
-        return tensor.t() if self.form == "transposed" else tensor
+            return tensor.reshape(1)[index]
+        oriented = tensor.mT if self.form == "transposed" else tensor
+        if not self.interleaved:
+            return oriented[index]
+        experts, rows, *columns = index
+        order = torch.arange(oriented.shape[1]).view(-1, 2).t().flatten()
+        index_of_rows: tuple[Any, ...] = (experts, order[rows], *columns)
+        return oriented[index_of_rows]
 
     def to_stored(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in the form of our parameters in Hugging Face's, a view."""
+        """Return a tensor in the form of our parameters in Hugging Face's, a view unless
+        interleaved.
+        """
         if self.form == "scalar":
             return tensor.reshape(())
-        return tensor.t() if self.form == "transposed" else tensor
+        if self.interleaved:
+            # [experts, 2, f, …] → [experts, f, 2, …]
+            tensor = tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        return tensor.mT if self.form == "transposed" else tensor
 
     def from_hf(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return our whole parameter from Hugging Face's tensors."""

@@ -47,7 +47,7 @@ class HuggingFaceModel(PretrainedWeights):
 
     def __init__(self, config: PretrainedConfig, topology: Topology | None = None, **options: Any):
         # transformers refuses it by name where it is not computed.
-        self._supports_flex_attn = architecture_of(config).spec(config).score_cap is not None
+        self._supports_flex_attn = architecture_of(config).spec(config).has_flex_core
         # Past ParallelModel's, whose `super().__init__()` would call this one without a config.
         PreTrainedModel.__init__(self, config)
         self._build(topology, **options)

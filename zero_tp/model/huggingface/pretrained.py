@@ -88,8 +88,8 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         if attn_implementation is not None:
             config._attn_implementation = attn_implementation
         source = PretrainedSource(files, config, allow_pickle=allow_pickle, seed=seed)
-        if source.new_heads:
-            warnings.warn(source.describe_new_heads(), stacklevel=2)
+        for line in source.notes():
+            warnings.warn(line, stacklevel=2)
         if dtype == "auto":
             dtype = config.dtype or next(
                 tensor.dtype for tensor in source.tensors.values() if tensor.is_floating_point()

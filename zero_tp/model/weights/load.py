@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from zero_tp.model.architectures.configs import (
     read_config_json,
     refuse_quantized,
 )
+from zero_tp.model.weights.mxfp4 import BLOCKS, Mxfp4Tensor, join_blocks
 from zero_tp.model.weights.stacked_experts import unstack_experts
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init, SeededInit, whole_slice
@@ -107,6 +108,7 @@ class PretrainedSource:
 
     Attributes:
         new_heads: descriptions of those heads.
+        is_quantized: some weights are dequantised where they are read.
     """
 
     def __init__(
@@ -118,7 +120,12 @@ class PretrainedSource:
         seed: int = 0,
     ):
         self.directory = directory
-        tensors = open_weights(directory, allow_pickle)
+        tensors: dict[str, Any] = open_weights(directory, allow_pickle)
+        self.is_quantized = bool(architecture_of(config).fields.quantizations) and any(
+            name.endswith(BLOCKS) for name in tensors
+        )
+        if self.is_quantized:
+            tensors = join_blocks(tensors, directory)
         _check_layers(directory, config, tensors)
         self.weights = {weight.our_name: weight for weight in weights_of(config)}
         self.generation = generation_config(directory)
@@ -154,10 +161,13 @@ class PretrainedSource:
             elif name not in aliases and not re.fullmatch(absent_heads, name):
                 raise UserError(f"{directory}: no tensor {name}; expected shape {shape}")
 
-    def describe_new_heads(self) -> str:
-        return (
-            f"{self.directory}: has no weights of {', '.join(self.new_heads)}: drawn from the seed"
-        )
+    def notes(self) -> Iterator[str]:
+        """Yield a line on heads that are drawn, and one on weights that are dequantised."""
+        if self.new_heads:
+            heads = ", ".join(self.new_heads)
+            yield f"{self.directory}: has no weights of {heads}: drawn from the seed"
+        if self.is_quantized:
+            yield f"{self.directory}: experts in MXFP4 are dequantised to bf16, as by transformers"
 
     def fill(
         self,
@@ -212,7 +222,7 @@ class PretrainedSource:
 
         def read(name: str) -> Tensor:
             # A memory-mapped file: the transpose is a view, and only the slice's pages are read.
-            return weight.from_stored(self.tensors[self.file_names[name]])[index]
+            return weight.slice_stored(self.tensors[self.file_names[name]], index)
 
         source = read(hf_name)
         alias = self.aliases.get(hf_name)
@@ -317,7 +327,8 @@ def open_any_config(directory: Path) -> PretrainedConfig:
         if raw.get(QUANTIZATION) is not None:
             why += "; its weights are quantized, too"
         raise UserError(f"{path}: model_type {shown(model_type)}: {why}; give another model")
-    refuse_quantized(raw, directory)
+    methods = ARCHITECTURES[model_type].fields.quantizations if model_type in ARCHITECTURES else ()
+    refuse_quantized(raw, directory, methods)
     _check_fields(raw, path)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
@@ -325,6 +336,8 @@ def open_any_config(directory: Path) -> PretrainedConfig:
         )
     except Exception as error:  # transformers raises anything from KeyError to its own types here
         raise UserError(f"{path}: {first_line(error)}") from error
+    if raw.get(QUANTIZATION) is not None:
+        del config.quantization_config  # the weights that are read are whole
     check_numbers(config, path)
     return config
 
@@ -375,6 +388,11 @@ def open_model(
         allow_pickle: read pickled weights where there are no safetensors.
     """
     tensors = open_weights(directory, allow_pickle)
+    if config.model_type in ARCHITECTURES and architecture_of(config).fields.quantizations:
+        tensors = {
+            name: tensor.whole() if isinstance(tensor, Mxfp4Tensor) else tensor
+            for name, tensor in join_blocks(tensors, directory).items()
+        }
     _check_layers(directory, config, tensors)
     try:
         native = native_model(config)

@@ -49,8 +49,10 @@ def check_model(
     _check_objective(zero_tp, spec, config)
     spec.check(zero_tp.parallel.tensor, zero_tp.parallel.expert, data)
     check_length(zero_tp, config)
-    if zero_tp.attention == "flex_attention" and spec.score_cap is None:
-        problem = f'"flex_attention" is for a soft cap of scores; a {config.model_type} has none'
+    if zero_tp.attention == "flex_attention" and not spec.has_flex_core:
+        problem = (
+            f'"flex_attention" is for soft caps and sinks of scores; a {config.model_type} has none'
+        )
         raise ConfigError("zero_tp.attention", problem, 'take "sdpa"')
     if zero_tp.training.qk_clip_threshold is not None:
         spec.check_qk_clip()

@@ -48,6 +48,7 @@ class Layer:
         gated: the MLP multiplies its activation's output by a second product of its input.
         residual_dropout, attention_dropout: whether there is any.
         soft_cap: of the attention's scores.
+        sinks: each head has a learnt score besides.
         recomputed_norms: number of norms whose outputs `selective` recomputes if its modules
             include "norm".
     """
@@ -68,6 +69,7 @@ class Layer:
     attention_dropout: bool = True
     recomputed_norms: int = 2
     soft_cap: bool = False
+    sinks: bool = False
 
     @classmethod
     def of(cls, spec: TransformerSpec, workload: Workload) -> Layer:
@@ -89,6 +91,7 @@ class Layer:
             attention_dropout=spec.dropouts.attention > 0,
             recomputed_norms=len(LAYERS[spec.layer].recomputed_norms),
             soft_cap=spec.score_cap is not None,
+            sinks=spec.sinks,
         )
 
     @property
@@ -145,11 +148,13 @@ def eager_core(layer: Layer) -> float:
     """Return the bytes that eager attention keeps besides Q, K and V.
 
     This is 5as²b/t (equation 1): softmax output 2, dropout mask 1, dropout output 2. Without
-    dropout it is e·as²b/t. A soft cap keeps as much again, the tanh's output.
+    dropout it is e·as²b/t. A soft cap keeps as much again, the tanh's output; sinks are a column
+    of the softmax more.
     """
     e = layer.itemsize
     capped = e * layer.scores if layer.soft_cap else 0.0
-    return (2 * e + 1 if layer.attention_dropout else e) * layer.scores + capped
+    sinks = e * layer.scores / layer.s if layer.sinks else 0.0
+    return (2 * e + 1 if layer.attention_dropout else e) * layer.scores + capped + sinks
 
 
 def sdpa_fused_core(layer: Layer) -> float:
@@ -158,9 +163,12 @@ def sdpa_fused_core(layer: Layer) -> float:
     This is 4asb/t: the logarithm of each softmax's sum in fp32, as torch's flash attention keeps
     it.
 
-    Its output is the input of the output projection, one storage, and counted there.
+    Its output is the input of the output projection, one storage, and counted there. With sinks
+    that is another tensor, the output times a factor of each query, in fp32 and rounded.
     """
-    return 4 * layer.a * layer.s * layer.b / layer.t
+    e = layer.itemsize
+    rows = layer.scores / layer.s
+    return 4 * rows + (e * layer.queries + (4 + e) * rows if layer.sinks else 0.0)
 
 
 # ---- a layer, by its recomputation ---------------------------------------------------------------

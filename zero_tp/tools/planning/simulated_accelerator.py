@@ -95,6 +95,7 @@ def simulated_accelerator(*, varlen: bool = True) -> Iterator[torch.device]:
             # Its tables of blocks are small.
             (flex_attention, "build_block_mask", lambda *_: None),
             (flex_attention, "capped_attention", _fused_attention),
+            (flex_attention, "attention_with_log_sums", _fused_with_log_sums),
             (Tensor, "record_stream", lambda *_: None),
         ):
             stack.callback(setattr, owner, name, getattr(owner, name))
@@ -154,6 +155,14 @@ def _fused_attention(
     a seed instead of dropout's mask.
     """
     return _Fused.apply(query, key, value, mask)
+
+
+def _fused_with_log_sums(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor]:
+    """Return `_fused_attention`, and the sums' logarithms, of which it keeps its own."""
+    output = _fused_attention(query, key, value, mask)
+    return output, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 class _Fused(torch.autograd.Function):

@@ -363,8 +363,9 @@ class StepTimeEstimator:
         mask = 2 * e + 1 if spec.dropouts.attention else 0
         kind = LAYERS[spec.layer]
         norms = len(kind.attention_norms) + len(kind.mlp_norms)
-        # Scale, division, tanh and multiplication each read and write the scores.
-        capped = 8 * e * scores if spec.score_cap is not None else 0.0
+        # Scale, division, tanh and multiplication each read and write the scores. So does the copy
+        # that adds the column of the sinks.
+        capped = (8 * (spec.score_cap is not None) + 2 * spec.sinks) * e * scores
         return {
             # Of one norm, forward reads and writes; backward reads input and gradient twice and
             # writes one gradient.
