@@ -69,6 +69,7 @@ def fields(
     fixed: Mapping[str, tuple[Any, str]] | None = None,
     irrelevant: Mapping[str, str] | None = None,
     undeclared: Mapping[str, Any] | None = None,
+    quantizations: tuple[str, ...] = (),
 ) -> Fields:
     """Return Llama's fields and those that one architecture adds.
 
@@ -88,6 +89,7 @@ def fields(
         fixed={**FIXED_IN_DECODERS, **(fixed or {})},
         irrelevant={**IRRELEVANT_IN_DECODERS, **(irrelevant or {})},
         undeclared={**ROPE_UNDECLARED, **(undeclared or {})},
+        quantizations=quantizations,
     )
 
 

@@ -19,6 +19,7 @@ FIELDS = common.fields(
         **grouped_experts.SECOND_TOKEN,
     },
     undeclared={"head_dim": int},
+    quantizations=("fp8",),
 )
 
 

@@ -41,7 +41,7 @@ from zero_tp.model.architectures.configs import (
     read_config_json,
     refuse_quantized,
 )
-from zero_tp.model.weights.mxfp4 import BLOCKS, Mxfp4Tensor, join_blocks
+from zero_tp.model.weights.quantized import join_quantized, whole_tensors
 from zero_tp.model.weights.stacked_experts import unstack_experts
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init, SeededInit, whole_slice
@@ -108,7 +108,7 @@ class PretrainedSource:
 
     Attributes:
         new_heads: descriptions of those heads.
-        is_quantized: some weights are dequantised where they are read.
+        quantized: descriptions of weights that are dequantised where they are read.
     """
 
     def __init__(
@@ -120,12 +120,10 @@ class PretrainedSource:
         seed: int = 0,
     ):
         self.directory = directory
-        tensors: dict[str, Any] = open_weights(directory, allow_pickle)
-        self.is_quantized = bool(architecture_of(config).fields.quantizations) and any(
-            name.endswith(BLOCKS) for name in tensors
+        methods = architecture_of(config).fields.quantizations
+        tensors, self.quantized = join_quantized(
+            open_weights(directory, allow_pickle), methods, directory
         )
-        if self.is_quantized:
-            tensors = join_blocks(tensors, directory)
         _check_layers(directory, config, tensors)
         self.weights = {weight.our_name: weight for weight in weights_of(config)}
         self.generation = generation_config(directory)
@@ -162,12 +160,12 @@ class PretrainedSource:
                 raise UserError(f"{directory}: no tensor {name}; expected shape {shape}")
 
     def notes(self) -> Iterator[str]:
-        """Yield a line on heads that are drawn, and one on weights that are dequantised."""
+        """Yield a line on heads that are drawn, and on weights that are dequantised."""
         if self.new_heads:
             heads = ", ".join(self.new_heads)
             yield f"{self.directory}: has no weights of {heads}: drawn from the seed"
-        if self.is_quantized:
-            yield f"{self.directory}: experts in MXFP4 are dequantised to bf16, as by transformers"
+        for weights in self.quantized:
+            yield f"{self.directory}: {weights} are dequantised to bf16"
 
     def fill(
         self,
@@ -389,10 +387,8 @@ def open_model(
     """
     tensors = open_weights(directory, allow_pickle)
     if config.model_type in ARCHITECTURES and architecture_of(config).fields.quantizations:
-        tensors = {
-            name: tensor.whole() if isinstance(tensor, Mxfp4Tensor) else tensor
-            for name, tensor in join_blocks(tensors, directory).items()
-        }
+        methods = architecture_of(config).fields.quantizations
+        tensors = whole_tensors(join_quantized(tensors, methods, directory)[0])
     _check_layers(directory, config, tensors)
     try:
         native = native_model(config)
