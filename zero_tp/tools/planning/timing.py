@@ -324,6 +324,13 @@ class StepTimeEstimator:
         # norm reads the residual's gradient.
         return (5 if kind.adds_in_norm else 6) * tensor, 2 * tensor
 
+    def _biased_columns(self) -> float:
+        """Return the elements of column-parallel products with a bias."""
+        # Of latent attention only the latents have biases.
+        (_, attention), *_ = self._attention_products()
+        _, mlp = self._mlp_product()
+        return self._tokens * (attention * self.spec.qkv_bias + mlp * self.spec.mlp_bias)
+
     def memory_traffic(self) -> dict[str, Traffic]:
         """Return the bytes by operation, without products. `recompute.modules` has the same names.
 
@@ -333,12 +340,6 @@ class StepTimeEstimator:
         e = self.workload.itemsize
         layer = self.layer
         stream = self.layer.residual
-        # Of latent attention only the latents have biases.
-        biased = (
-            (self._attention_products()[0], spec.qkv_bias),
-            (self._mlp_product(), spec.mlp_bias),
-        )
-        biased_columns = self._tokens * sum(outputs for (_, outputs), bias in biased if bias)
         row_biases = spec.output_bias + spec.mlp_bias
         # Two residual dropouts; each reads and writes the tensor and has a mask of one byte an
         # element. Backward reads the mask.
@@ -378,7 +379,7 @@ class StepTimeEstimator:
                 0.0 if bias_in_product else 2 * e * stream * row_biases,
                 e * stream * row_biases,
             ),
-            "column biases": (0.0, e * biased_columns),  # the product adds them
+            "column biases": (0.0, e * self._biased_columns()),  # the product adds them
             # Plain: 2 in forward, input and output; 3 in backward, with the gradient. Gated: gate,
             # up and output; then gate, up, the gradient and two results.
             "mlp_activation": (
