@@ -7,7 +7,7 @@
 # so blocks of 96: rows 96 to 127 get the next block's scales. With 512 + 64, as in DeepSeek-V3, there are 5, which do not
 # divide 576: loading ends with an error.
 #
-# Seen: 160 of 192 rows are equal to weight · scale; with 576 rows an error that names the shape.
+# Seen: 160 of 192 rows are equal to weight · scale; with 576 rows the load ends with an error.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
