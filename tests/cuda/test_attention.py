@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from transformers import Gemma2Config, LlamaConfig, MistralConfig
+from transformers import Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig
 
 from zero_tp.data.batch import Batch, separate_documents
 from zero_tp.engine.guards import deterministic_algorithms
@@ -17,9 +18,10 @@ from zero_tp.model import flex_attention
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.attention import (
+    CORES,
     AttentionCore,
-    FlexCore,
     SDPACore,
+    SinkCore,
     SoftCapCore,
     can_use_varlen,
     disable_cudnn_for_mask,
@@ -234,16 +236,23 @@ def test_no_mask_reaches_cudnn() -> None:
 @pytest.mark.parametrize(("apart", "window"), [(False, None), (False, 100), (True, 100)])
 @pytest.mark.parametrize(("size", "kv_heads"), [(256, 4), (64, 8), (80, 1)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_capped_scores_by_flex_attention(
-    size: int, kv_heads: int, apart: bool, window: int | None, dtype: torch.dtype
+@pytest.mark.parametrize("kind", [Gemma2Config, GptOssConfig])
+def test_capped_scores_and_sinks_by_flex_attention(
+    kind: Any,
+    size: int,
+    kv_heads: int,
+    apart: bool,
+    window: int | None,
+    dtype: torch.dtype,
 ) -> None:
     """As near to fp64's as eager scores come, twice as far at most."""
-    config = Gemma2Config(
+    capped = {"attn_logit_softcapping": 2.0} if kind is Gemma2Config else {}
+    config = kind(
         hidden_size=8 * size,
         num_attention_heads=8,
         num_key_value_heads=kv_heads,
         head_dim=size,
-        attn_logit_softcapping=2.0,
+        **capped,
     )
     config._attn_implementation = "flex_attention"
     spec = architecture_of(config).spec(config)
@@ -252,22 +261,26 @@ def test_capped_scores_by_flex_attention(
         torch.randn(3, each, LENGTH, size, device=DEVICE, generator=generator).to(dtype)
         for each in (8, kv_heads, kv_heads)
     ]
+    if not capped:
+        heads.append(torch.randn(8, device=DEVICE, generator=generator).to(dtype))
     upstream = torch.randn(3, 8, LENGTH, size, device=DEVICE, generator=generator).to(dtype)
     packed = PackedSequences.from_document_ids(documents_of(3), DEVICE) if apart else None
     facts = AttentionMask(LENGTH, LENGTH, packed=packed, window=window)
 
-    def computed(kind: type[SoftCapCore], dtype: torch.dtype) -> list[Tensor]:
+    eager_core = SoftCapCore if capped else SinkCore
+
+    def computed(kind: type[AttentionCore], dtype: torch.dtype) -> list[Tensor]:
         core = kind(spec, RandomStreams(Topology(world=1), 0, DEVICE))
         own = [each.detach().to(dtype).clone().requires_grad_() for each in heads]
         mask = core.build_mask(facts, spec, own[0].new_empty(LENGTH, 3, 8))
-        assert isinstance(mask, Tensor) == (kind is SoftCapCore)
-        output = core(*own, mask)
+        assert isinstance(mask, Tensor) == (kind is eager_core)
+        output = core(*own, mask=mask)
         output.backward(upstream.to(dtype))
         return [output.detach(), *(each.grad for each in own if each.grad is not None)]
 
-    exact = computed(SoftCapCore, torch.float64)
-    eager, found = computed(SoftCapCore, dtype), computed(FlexCore, dtype)
-    assert len(found) == 4
+    exact = computed(eager_core, torch.float64)
+    eager, found = computed(eager_core, dtype), computed(CORES[spec.attention], dtype)
+    assert len(found) == 1 + len(heads)
     for one, other, right in zip(found, eager, exact, strict=True):
         least = 1e-5 * float(right.norm())
         assert float((one - right).norm()) <= 2 * float((other - right).norm()) + least

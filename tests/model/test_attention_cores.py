@@ -43,7 +43,6 @@ def test_output_and_gradients(
     torch.manual_seed(seed)
     # Of the size of a row's log-sum-exp, so that they take a part of each softmax.
     sinks = [torch.randn(HEADS).add(2).to(dtype)] if name in ("sinks", "flex_sinks") else []
-    exact_sinks = [each.double().requires_grad_() for each in sinks]
     sinks = [each.requires_grad_() for each in sinks]
     tokens = None
     if padding:
@@ -72,7 +71,11 @@ def test_output_and_gradients(
     )
     scores = query @ key.transpose(-2, -1) / SIZE**0.5
     scores = (cap * torch.tanh(scores / cap) if cap else scores) + hidden
-    columns = [each.view(-1, 1, 1).expand(*scores.shape[:-1], 1) for each in exact_sinks]
+    # One for each query: their gradients are what a sink's sums.
+    columns = [
+        each.detach().double().view(-1, 1, 1).expand(*scores.shape[:-1], 1).clone().requires_grad_()
+        for each in sinks
+    ]
     weights = torch.cat((scores, *columns), -1).softmax(-1)[..., :LENGTH]
     expected = (
         weights if spec.stores_scores(flash=False) else weights * visible.any(-1, keepdim=True)
@@ -82,9 +85,11 @@ def test_output_and_gradients(
     assert distance(output.detach(), expected.detach()) < allowed
     assert given.grad is not None and exact.grad is not None
     assert distance(given.grad, exact.grad) < allowed
-    for found, wanted in zip(sinks, exact_sinks, strict=True):
-        assert found.grad is not None and wanted.grad is not None
-        assert distance(found.grad, wanted.grad) < allowed
+    for found, terms in zip(sinks, columns, strict=True):
+        assert found.grad is not None and terms.grad is not None
+        # Terms of both signs cancel, and each is rounded.
+        error = found.grad.double() - terms.grad.sum((0, 2, 3))
+        assert error.norm() < allowed * terms.grad.norm()
 
 
 @settings(max_examples=25)

@@ -18,7 +18,7 @@ from tests.support.pools import Pools
 from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.recompute import RecomputePolicy
-from zero_tp.model.mlp import _gated, _gated_gradient
+from zero_tp.model.mlp import _clamped, _clamped_gradient, _gated, _gated_gradient
 from zero_tp.model.position import _rotate_back_and_join, _rotate_pairs_
 from zero_tp.model.rms_norm import (
     OffsetScaling,
@@ -179,6 +179,8 @@ def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor],
         "gate": (_gated, [wide], [F.silu]),
         "gate's gradient": (_gated_gradient, [wide, gradient], [F.silu]),
         "another gate's": (_gated_gradient, [wide, gradient], [gelu]),
+        "clamped": (_clamped, [wide], [1.702, 0.5]),
+        "clamped gate's": (_clamped_gradient, [wide, gradient], [1.702, 0.5]),
         "rotation": (_rotate_pairs_, [*halves, *angles], []),
         "rotation back": (_rotate_back_and_join, [*heads, *angles], [False]),
         "neighbours back": (_rotate_back_and_join, [*heads, *angles], [True]),

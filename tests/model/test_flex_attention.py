@@ -20,7 +20,7 @@ from transformers import Gemma2Config, GptOssConfig, PretrainedConfig
 
 from tests.support.decoders import decoder
 from tests.support.native import parallel_model
-from tests.tiers import examples
+from tests.tiers import examples, in_tiers
 from zero_tp.model import flex_attention
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import Dropouts, TransformerSpec
@@ -176,7 +176,7 @@ def test_it_is_chosen_by_its_name_alone(eager: str) -> None:
         assert architecture_of(config).spec(config).attention == expected
 
 
-@EACH_CORE
+@pytest.mark.parametrize("eager", in_tiers(list(CONFIGS), ["soft_cap"]))
 def test_the_plan_counts_what_the_devices_kernel_keeps(eager: str) -> None:
     """Of a layer the probabilities and the tanh, 2 · 2 bytes of each of b · a · s² scores, on a CPU
     or an old accelerator alone; with sinks the probabilities.

@@ -97,6 +97,7 @@ CELLS = [
         4,
     ),
     ("TP 1", "no SP", "ZeRO-1", "full", "optimizer offloaded", "× 1", "bf16", "experts", 2),
+    ("TP 2", "SP", "ZeRO-2", "selective", "no offload", "× 3", "fp32", "sinks and clamps", 2),
 ]
 
 
@@ -177,7 +178,7 @@ def run_file(
 ) -> Path:
     """A run whose loss does not depend on the micro-batch: without the load-balancing loss."""
     config = json.loads(write_config(path, stage, "fp32", tensor).read_text())
-    count = "num_local_experts" if model_type == "mixtral" else "num_experts"
+    count = "num_local_experts" if model_type in ("mixtral", "gpt_oss") else "num_experts"
     model = fields(model_type, vocab_size=VOCABULARY, output_router_logits=False, **{count: 8})
     config["zero_tp"] |= {"model": model, **changes}
     config["zero_tp"]["parallel"]["expert"] = expert
@@ -187,17 +188,29 @@ def run_file(
 
 GRIDS = [(1, 1, 2), (2, 1, 1), (2, 2, 2), (4, 2, 1), (1, 3, 4)]
 """E, stage, TP of 4 ranks."""
-MOVES = [(before, after) for before in GRIDS for after in GRIDS if before[0] > 1 or after[0] > 1]
-FIRST_MOVES = [((1, 3, 4), (4, 2, 1))]
+MOVES = [
+    ("mixtral", before, after)
+    for before in GRIDS
+    for after in GRIDS
+    if before[0] > 1 or after[0] > 1
+]
+FIRST_MOVES = [("mixtral", (1, 3, 4), (4, 2, 1))]
+MOVES += [("gpt_oss", (4, 2, 1), (2, 2, 2)), ("gpt_oss", (2, 1, 1), (1, 3, 4))]
 
 
-@pytest.mark.parametrize(("before", "after"), in_tiers(MOVES, FIRST_MOVES, every=3))
+@pytest.mark.parametrize(("model_type", "before", "after"), in_tiers(MOVES, FIRST_MOVES, every=3))
 def test_a_checkpoint_resumes_at_another_size(
-    ranks: Pools, tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int]
+    ranks: Pools,
+    tmp_path: Path,
+    model_type: str,
+    before: tuple[int, int, int],
+    after: tuple[int, int, int],
 ) -> None:
-    """Bit for bit at the same sizes, else as near as another order of sums."""
-    first = run_file(tmp_path / "before.json", *before)
-    second = run_file(tmp_path / "after.json", *after)
+    """Bit for bit at the same sizes, else as near as another order of sums. Biases of experts
+    move with them.
+    """
+    first = run_file(tmp_path / "before.json", *before, model_type)
+    second = run_file(tmp_path / "after.json", *after, model_type)
     run = tmp_path / "run"
     whole = ranks(4).run(train_and_save, str(first), str(run), [2], 4)
     again = ranks(4).run(resume_and_train, str(second), str(run), 4)
@@ -214,12 +227,13 @@ def test_a_checkpoint_resumes_at_another_size(
 
 
 @THOROUGH
-def test_an_export_has_all_experts(ranks: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss"])
+def test_an_export_has_all_experts(ranks: Pools, tmp_path: Path, model_type: str) -> None:
     from transformers import AutoModelForCausalLM
 
     from tests.support.checkpoint_runs import batch_of
 
-    path = run_file(tmp_path / "run.json", 2, 1, 1, "qwen2_moe")
+    path = run_file(tmp_path / "run.json", 2, 1, 1, model_type)
     whole = ranks(4).run(train_and_save, str(path), str(tmp_path / "run"), [2], 2)
     to_huggingface(tmp_path / "run", tmp_path / "export")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()

@@ -145,9 +145,10 @@ def vectors_of_rows(vectors: Tensor, ends: Tensor, rows: int) -> Tensor:
 
 def grouped_sum(rows: Tensor, ends: Tensor) -> Tensor:
     """Return the sum of each group's rows. [r, o] → [E, o]"""
-    if rows.device.type != "cpu":
-        # By the products' kernel, whose sums have one order; 16 bytes a row are its least.
-        ones = rows.new_ones(len(rows), 16 // rows.element_size())
+    # 16 bytes a row are the least that the products' kernel takes. Its sums have one order, those
+    # of `index_add_` have not.
+    ones = rows.new_ones(len(rows), 16 // rows.element_size())
+    if len(rows) and _has_grouped_kernel(rows, ones):
         return grouped_outer_product(rows, ones, ends)[..., 0].contiguous()
     output = rows.new_zeros(len(ends), rows.shape[1])
     for number, part in _group_slices(ends, len(rows)):
@@ -294,7 +295,7 @@ class _RowParallelGrouped(torch.autograd.Function):
         if needs_weight:
             weight_gradient = grouped_outer_product(weighted, rows, experts.ends)
         if needs_bias:
-            bias_gradient = grouped_sum(weighted[:, ctx.own], experts.ends)
+            bias_gradient = grouped_sum(weighted[:, ctx.own].contiguous(), experts.ends)
         gradients = (row_gradient, weight_gradient, bias_gradient)
         return *gradients, combined.wait()[routing.row_of_copy], *[None] * 3
 
