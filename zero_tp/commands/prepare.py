@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zero_tp.base.errors import UserError, show, show_text
 from zero_tp.base.options import add_options, from_options, options_of
-from zero_tp.tools.corpus.settings import Prepared, PrepareSettings
+from zero_tp.tools.corpus.settings import TOKEN_OPTIONS, Prepared, PrepareSettings
 
 EPILOG = """\
 example:
@@ -31,6 +31,8 @@ same command again reuses OUTPUT, or resumes if it was interrupted.
 """
 STEPS = ("repair", "min_tokens", "deduplicate", "decontaminate", "sentences")
 """Fields of PrepareSettings that are steps, in their order."""
+TOKENS = (*TOKEN_OPTIONS, "max_document_tokens")
+"""Fields of PrepareSettings for token files."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, PrepareSettings, ["tokenizer"])
     parser.add_argument("--output", type=Path, metavar="DIR", help="directory to make")
     add_options(parser, PrepareSettings, ["eos", "tokenizer_documents"])
+    tokens = "of other trainers, without text: docs/token_files.md"
+    add_options(parser.add_argument_group("token files", tokens), PrepareSettings, TOKENS)
     show = parser.add_argument_group("instead of preparing")
     corpus = "print documents and packed samples of a corpus as text"
     show.add_argument("--show", type=Path, metavar="DIR", help=corpus)
@@ -79,6 +83,8 @@ def main(options: argparse.Namespace) -> None:
         return
     # By hand, because `--show` and `--merge` need other arguments than a preparation.
     required = ("input", "tokenizer", "output") if options.merge is None else ("output",)
+    if options.format is not None:
+        required = ("input", "output")
     if missing := [f"--{name}" for name in required if getattr(options, name) is None]:
         raise UserError(f"the following arguments are required: {', '.join(missing)}")
     prepared = _prepare(options) if options.merge is None else _merge(options)
@@ -138,7 +144,9 @@ def _summary(prepared: Prepared) -> Iterator[str]:
         )
     for split, figures in report["splits"].items():
         counts = ", ".join(
-            f"{figures[name]:,} {name}" for name in ("documents", "characters", "tokens")
+            f"{figures[name]:,} {name}"
+            for name in ("documents", "characters", "tokens")
+            if name in figures
         )
         yield f"{split:>10}: {counts}"
     unigram = report["unigram"]
