@@ -307,8 +307,8 @@ def check_settings(settings: PrepareSettings) -> None:
         _check_token_settings(settings)
     elif settings.tokenizer is None:
         raise UserError("tokenizer: give one, because texts have none")
-    elif given := [name for name in TOKEN_OPTIONS if getattr(settings, name) is not None]:
-        raise UserError(f"{_flag(given[0])} is for token files: give their --format, too")
+    elif names := [name for name in TOKEN_OPTIONS if getattr(settings, name) is not None]:
+        raise UserError(f"{_flag(names[0])} is for token files: give their --format, too")
     trains_tokenizer = (
         settings.tokenizer is not None and TokenizerSpec.parse(settings.tokenizer).directory is None
     )

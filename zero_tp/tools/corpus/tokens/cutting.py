@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_tp.data.records import Problem
-from zero_tp.tools.corpus.tokens.files import FlatFile, Part, TokenFile
+from zero_tp.tools.corpus.tokens.files import FlatFile, TokenFile, TokenRange
 
 BEFORE = "before"
 AFTER = "after"
@@ -39,7 +39,7 @@ class TokenBlock:
 
     source: str
     number: int
-    parts: Sequence[Part]
+    parts: Sequence[TokenRange]
     place: int
     sizes: npt.NDArray[np.int64] | None = None
     problems: Sequence[tuple[int, Problem]] = ()
@@ -94,9 +94,9 @@ class EosCutter:
         """Yield the number of a file and a block; None after its last one."""
         numbers = [0] * len(self.files)
         # The document whose end was not read yet: its file, place and tokens.
-        owner, place, carry = 0, 1, list[Part]()
+        owner, place, carry = 0, 1, list[TokenRange]()
 
-        def block(number: int, parts: list[Part], place: int) -> tuple[int, TokenBlock]:
+        def block(number: int, parts: list[TokenRange], place: int) -> tuple[int, TokenBlock]:
             numbers[number] += 1
             return number, TokenBlock(self.files[number].name, numbers[number] - 1, parts, place)
 
@@ -152,24 +152,24 @@ class EosCutter:
                 "stands after documents: give --eos-position after"
             )
 
-    def _check_rest(self, carry: Sequence[Part], is_all: bool) -> None:
+    def _check_rest(self, carry: Sequence[TokenRange], is_all: bool) -> None:
         if is_all and not any((part.load() == self.eos).any() for part in carry):
             count = sum(part.count for part in carry)
             raise UnlikelyTokens(f"no end-of-text token {self.eos:,} in all {count:,} tokens")
 
-    def _edges(self, part: Part, start: int, stop: int) -> npt.NDArray[np.int64]:
+    def _edges(self, part: TokenRange, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return where documents begin in these tokens of a part."""
         places = start + np.flatnonzero(part.slice(start, stop).load() == self.eos)
         return places + (self.position == AFTER)
 
-    def _first_edge(self, part: Part) -> int | None:
+    def _first_edge(self, part: TokenRange) -> int | None:
         for start in range(0, part.count, _SEARCHED):
             edges = self._edges(part, start, min(start + _SEARCHED, part.count))
             if len(edges):
                 return int(edges[0])
         return None
 
-    def _last_edge(self, part: Part, least: int) -> int | None:
+    def _last_edge(self, part: TokenRange, least: int) -> int | None:
         """Return the last edge from `least` on."""
         for stop in range(part.count, least - 1, -_SEARCHED):
             edges = self._edges(part, max(0, stop - _SEARCHED), stop)
@@ -177,7 +177,7 @@ class EosCutter:
                 return int(edges[-1])
         return None
 
-    def _check_length(self, carry: Sequence[Part]) -> None:
+    def _check_length(self, carry: Sequence[TokenRange]) -> None:
         if (count := sum(part.count for part in carry)) > self.limit + 1:
             raise UnlikelyTokens(
                 f"no end-of-text token {self.eos:,} in {count:,} tokens, and a document has at "

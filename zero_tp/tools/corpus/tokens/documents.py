@@ -15,7 +15,7 @@ import numpy.typing as npt
 from zero_tp.data.records import Problem, RecordCounts, location
 from zero_tp.tools.corpus.spool import Mask, ProcessedBlock, StoredBlock
 from zero_tp.tools.corpus.tokens.cutting import BEFORE, TokenBlock, UnlikelyTokens
-from zero_tp.tools.corpus.tokens.files import Ids, Part
+from zero_tp.tools.corpus.tokens.files import Ids, TokenRange
 
 MAX_VOCABULARY = 2**24
 """No vocabulary is larger; a larger id shows a wrong type."""
@@ -28,7 +28,7 @@ CUT = Problem(
 EMPTY = Problem("empty", "an empty document")
 
 
-class Spans(NamedTuple):
+class DocumentSpans(NamedTuple):
     """Documents of a block without end-of-text tokens, int64 [documents].
 
     Attributes:
@@ -40,8 +40,8 @@ class Spans(NamedTuple):
     sizes: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64]
 
-    def select(self, selected: Mask) -> Spans:
-        return Spans(*(values[selected] for values in self))
+    def select(self, selected: Mask) -> DocumentSpans:
+        return DocumentSpans(*(values[selected] for values in self))
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class TokenProcessor:
                     "of a wider one"
                 )
 
-    def _find(self, tokens: Ids, block: TokenBlock) -> tuple[Spans, list[int]]:
+    def _find(self, tokens: Ids, block: TokenBlock) -> tuple[DocumentSpans, list[int]]:
         """Return the documents, and the places of what is no whole one."""
         places = np.flatnonzero(tokens == self.eos)
         if block.sizes is not None:
@@ -132,9 +132,9 @@ class TokenProcessor:
             ends = places
             cut = (int(places[-1]) + 1 if len(places) else 0, len(tokens))
         cuts = [block.place + cut[0]] if cut[1] > cut[0] else []
-        return Spans(starts, ends - starts, block.place + starts), cuts
+        return DocumentSpans(starts, ends - starts, block.place + starts), cuts
 
-    def _trim(self, eos: npt.NDArray[np.int64], tokens: Ids, block: TokenBlock) -> Spans:
+    def _trim(self, eos: npt.NDArray[np.int64], tokens: Ids, block: TokenBlock) -> DocumentSpans:
         """Return items without the end-of-text tokens at their ends."""
         assert block.sizes is not None
         ends = np.cumsum(block.sizes)
@@ -154,9 +154,9 @@ class TokenProcessor:
                     f"end-of-text token {self.eos:,} stands inside, so it holds parts of several "
                     "documents: cut them there with --eos-position before or after"
                 )
-        return Spans(starts, ends - starts, numbers)
+        return DocumentSpans(starts, ends - starts, numbers)
 
-    def _check_lengths(self, block: TokenBlock, spans: Spans) -> None:
+    def _check_lengths(self, block: TokenBlock, spans: DocumentSpans) -> None:
         if spans.sizes.max(initial=0) > self.max_document_tokens:
             longest = int(spans.sizes.argmax())
             raise UnlikelyTokens(
@@ -165,7 +165,9 @@ class TokenProcessor:
                 f"{self.max_document_tokens:,}"
             )
 
-    def _drop_short(self, spans: Spans, block: TokenBlock, counts: RecordCounts) -> Spans:
+    def _drop_short(
+        self, spans: DocumentSpans, block: TokenBlock, counts: RecordCounts
+    ) -> DocumentSpans:
         for place in spans.places[spans.sizes == 0].tolist():
             counts.drop(location(block.source, place), EMPTY)
         is_short = (spans.sizes > 0) & (spans.sizes < self.min_tokens)
@@ -174,7 +176,7 @@ class TokenProcessor:
         return spans.select((spans.sizes > 0) & ~is_short)
 
 
-def _split_hashes(tokens: Ids, spans: Spans, seed: int) -> npt.NDArray[np.uint64]:
+def _split_hashes(tokens: Ids, spans: DocumentSpans, seed: int) -> npt.NDArray[np.uint64]:
     """Return a hash of each document that depends on the seed, uint64 [documents].
 
     It decides the split only, so collisions of CRC-32 cost nothing: a cryptographic hash takes
@@ -198,7 +200,7 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def _content_hashes(tokens: Ids, spans: Spans, wanted: bool) -> bytes:
+def _content_hashes(tokens: Ids, spans: DocumentSpans, wanted: bool) -> bytes:
     """Return 16 bytes of BLAKE2b of each document, if they are wanted."""
     if not wanted:
         return b""
@@ -220,7 +222,7 @@ class LoadedBlock:
     def __init__(self, block: StoredBlock, dtype: np.dtype) -> None:
         self._block = block
         self._dtype = dtype
-        self.spans = Spans(
+        self.spans = DocumentSpans(
             *(np.frombuffer(block.read(name), np.int64) for name in ("starts", "sizes", "places"))
         )
         self.split_hashes = np.frombuffer(block.read("split_hashes"), np.uint64)
@@ -228,7 +230,7 @@ class LoadedBlock:
     def tokens(self) -> Ids:
         if data := self._block.read("tokens"):
             return np.frombuffer(data, self._dtype)
-        parts = [Part(**part) for part in json.loads(self._block.read("parts") or b"[]")]
+        parts = [TokenRange(**part) for part in json.loads(self._block.read("parts") or b"[]")]
         loaded = [part.load().astype(self._dtype, copy=False) for part in parts]
         return np.concatenate(loaded) if len(loaded) != 1 else loaded[0]
 
@@ -238,7 +240,9 @@ class LoadedBlock:
         return np.frombuffer(data, np.bool_) if data else None
 
 
-def join(values: npt.NDArray[Any], spans: Spans, selected: Mask, last: Any) -> npt.NDArray[Any]:
+def join(
+    values: npt.NDArray[Any], spans: DocumentSpans, selected: Mask, last: Any
+) -> npt.NDArray[Any]:
     """Return the values of the selected documents, and `last` after each.
 
     Drawn with end-of-text tokens E and documents that are all selected but the third:
@@ -251,7 +255,7 @@ def join(values: npt.NDArray[Any], spans: Spans, selected: Mask, last: Any) -> n
 
 
 def _runs(
-    values: npt.NDArray[Any], spans: Spans, selected: Mask, last: Any
+    values: npt.NDArray[Any], spans: DocumentSpans, selected: Mask, last: Any
 ) -> Iterator[npt.NDArray[Any]]:
     starts = spans.starts[selected]
     ends = starts + spans.sizes[selected]

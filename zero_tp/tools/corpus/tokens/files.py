@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_tp.base.errors import UserError
-from zero_tp.data.records import Problem, Source
+from zero_tp.data.records import Problem, Source, location
 
 Ids = npt.NDArray[Any]
 """Token ids of any integer type, [tokens]."""
@@ -21,7 +21,7 @@ _ENDS = 2**18  # ends of items in memory at once
 
 
 @dataclass(frozen=True)
-class Part:
+class TokenRange:
     """Consecutive tokens: their place in a file, or the ids themselves.
 
     Attributes:
@@ -44,12 +44,12 @@ class Part:
             raise changed(self.path)
         return ids
 
-    def slice(self, start: int, stop: int) -> Part:
+    def slice(self, start: int, stop: int) -> TokenRange:
         """Return the tokens `start` … `stop` - 1."""
         if self.ids is not None:
-            return Part(self.dtype, stop - start, ids=self.ids[start:stop])
+            return TokenRange(self.dtype, stop - start, ids=self.ids[start:stop])
         offset = self.offset + start * np.dtype(self.dtype).itemsize
-        return Part(self.dtype, stop - start, self.path, offset)
+        return TokenRange(self.dtype, stop - start, self.path, offset)
 
 
 class Items(NamedTuple):
@@ -62,7 +62,7 @@ class Items(NamedTuple):
         sentences: the tokens with which a sentence begins, int64; None: sentences are not marked.
     """
 
-    tokens: Part
+    tokens: TokenRange
     sizes: npt.NDArray[np.int64]
     place: int = 1
     problems: Sequence[tuple[int, Problem]] = ()
@@ -83,9 +83,15 @@ class TokenFile(Source):
         """Yield all items, in order."""
         yield from ()
 
-    def windows(self) -> Iterator[Part]:
-        """Yield all tokens in order, without the borders of items."""
+    def windows(self) -> Iterator[TokenRange]:
+        """Yield all tokens in order, without the borders of items.
+
+        Raises:
+            UserError: something stands in place of an item; a document may go on after it.
+        """
         for items in self.items():
+            for place, problem in items.problems:
+                raise UserError(f"{location(self.name, place)}: {problem.detail}")
             yield items.tokens
 
 
@@ -98,13 +104,13 @@ class FlatFile(TokenFile):
         ends: the end of each item, in tokens from the first one; empty: they are not stored.
     """
 
-    tokens: Part = Part("<u2", 0)
+    tokens: TokenRange = TokenRange("<u2", 0)
     ends: Sequence[int] | npt.NDArray[Any] = ()
 
     def __post_init__(self) -> None:
         self.dtype = self.tokens.dtype
 
-    def windows(self) -> Iterator[Part]:
+    def windows(self) -> Iterator[TokenRange]:
         for start in range(0, self.tokens.count, WINDOW):
             yield self.tokens.slice(start, min(start + WINDOW, self.tokens.count))
 

@@ -14,7 +14,7 @@ from zero_tp.base.errors import UserError, first_line
 from zero_tp.data.documents import size_and_time
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.tools.corpus.settings import PrepareSettings
-from zero_tp.tools.corpus.tokens.files import FlatFile, Part, TokenFile
+from zero_tp.tools.corpus.tokens.files import FlatFile, TokenFile, TokenRange
 
 LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """Magic and version → type: llm.c's dataloader.h, for GPT-2 and for Llama 3."""
@@ -37,11 +37,11 @@ def dtype_of(path: Path, settings: PrepareSettings) -> str:
     return np.dtype(settings.token_type).newbyteorder("<").str
 
 
-def _flat_file(path: Path, kind: str, tokens: Part) -> FlatFile:
+def _flat_file(path: Path, kind: str, tokens: TokenRange) -> FlatFile:
     return FlatFile(str(path), kind, path=path, size_and_time=size_and_time(path), tokens=tokens)
 
 
-def _whole_tokens(path: Path, dtype: str, offset: int = 0) -> Part:
+def _whole_tokens(path: Path, dtype: str, offset: int = 0) -> TokenRange:
     """Return all tokens from a byte on."""
     width = np.dtype(dtype).itemsize
     size = path.stat().st_size - offset
@@ -50,7 +50,7 @@ def _whole_tokens(path: Path, dtype: str, offset: int = 0) -> Part:
             f"{path}: {size:,} bytes are no whole number of {np.dtype(dtype).name} tokens: it is "
             "cut, or has another --token-type"
         )
-    return Part(dtype, size // width, str(path), offset)
+    return TokenRange(dtype, size // width, str(path), offset)
 
 
 def open_raw(path: Path, settings: PrepareSettings) -> Iterator[TokenFile]:
@@ -63,7 +63,7 @@ def open_raw(path: Path, settings: PrepareSettings) -> Iterator[TokenFile]:
     yield _flat_file(path, str(settings.format), tokens)
 
 
-def _npy_tokens(path: Path, settings: PrepareSettings) -> Part:
+def _npy_tokens(path: Path, settings: PrepareSettings) -> TokenRange:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
@@ -79,7 +79,7 @@ def _npy_tokens(path: Path, settings: PrepareSettings) -> Part:
             "option out"
         )
     assert isinstance(array, np.memmap)
-    return Part(array.dtype.str, array.size, str(path), array.offset)
+    return TokenRange(array.dtype.str, array.size, str(path), array.offset)
 
 
 def open_llm_c(path: Path, settings: PrepareSettings) -> Iterator[TokenFile]:
@@ -118,12 +118,13 @@ def open_datatrove(path: Path, settings: PrepareSettings) -> Iterator[TokenFile]
             f"{path}: {size:,} bytes for the {count:,} tokens of {index.name}, instead of 2 or 4 "
             "each: one of the two is damaged"
         )
-    data = _flat_file(path, "datatrove", Part(f"<u{width}", count, str(path)))
+    data = _flat_file(path, "datatrove", TokenRange(f"<u{width}", count, str(path)))
     yield replace(data, ends=ends)
-    yield _companion(index, "datatrove")
+    yield companion(index, "datatrove")
 
 
-def _companion(path: Path, kind: str) -> TokenFile:
+def companion(path: Path, kind: str) -> TokenFile:
+    """Return a file whose hash counts, and which has no tokens itself."""
     return TokenFile(str(path), kind, path=path, size_and_time=size_and_time(path))
 
 
@@ -159,6 +160,6 @@ def open_megatron(path: Path, settings: PrepareSettings) -> Iterator[TokenFile]:
     # Opening looks at some blocks of the index.
     corpus.check_index()
     data, index = Path(f"{corpus.prefix}.bin"), Path(f"{corpus.prefix}.idx")
-    flat = _flat_file(data, "megatron", Part(corpus.dtype.str, corpus.tokens, str(data)))
+    flat = _flat_file(data, "megatron", TokenRange(corpus.dtype.str, corpus.tokens, str(data)))
     yield MegatronFile(**{**vars(flat), "ends": _DocumentEnds(corpus), "corpus": corpus})
-    yield _companion(index, "megatron")
+    yield companion(index, "megatron")

@@ -11,6 +11,8 @@ from zero_tp.base.errors import UserError
 from zero_tp.tools.corpus.settings import PrepareSettings
 from zero_tp.tools.corpus.tokens.files import TokenFile
 from zero_tp.tools.corpus.tokens.flat import open_datatrove, open_llm_c, open_megatron, open_raw
+from zero_tp.tools.corpus.tokens.rows import open_ids
+from zero_tp.tools.corpus.tokens.samples import open_litdata, open_mds
 
 Opener = Callable[[Path, PrepareSettings], Iterator[TokenFile]]
 
@@ -40,6 +42,11 @@ FORMATS = {
     "olmo-core": TokenFormat(open_raw, (".npy",), False, "after"),
     "llm.c": TokenFormat(open_llm_c, (".bin",), False, "before", {"<u2": 50256, "<u4": 128000}),
     "datatrove": TokenFormat(open_datatrove, (".ds",), True),
+    "litdata": TokenFormat(open_litdata, ("index.json",), True),
+    "mds": TokenFormat(open_mds, ("index.json",), True),
+    "ids": TokenFormat(
+        open_ids, (".parquet", ".arrow", ".jsonl", ".json", ".jsonl.gz", ".jsonl.zst"), True
+    ),
     "megatron": TokenFormat(open_megatron, (".idx",), True),
 }
 

@@ -14,7 +14,7 @@ from zero_tp.data.tokenizer import vocabulary_size
 from zero_tp.tools.corpus.settings import PrepareSettings
 from zero_tp.tools.corpus.tokens.cutting import EosCutter, TokenBlock, item_blocks
 from zero_tp.tools.corpus.tokens.documents import MAX_VOCABULARY
-from zero_tp.tools.corpus.tokens.files import Ids, Part, TokenFile
+from zero_tp.tools.corpus.tokens.files import Ids, TokenFile, TokenRange
 from zero_tp.tools.corpus.tokens.formats import FORMATS
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ class TokenLayout:
         if not self.asks_type or part.ids is not None:
             return f"the first tokens are {self._describe(part.load())}"
         twin = np.dtype(_TWINS[kind])
-        other = Part(twin.str, part.count * np.dtype(part.dtype).itemsize // twin.itemsize)
-        other = Part(other.dtype, min(other.count, _SHOWN_TOKENS), part.path, part.offset)
+        other = TokenRange(twin.str, part.count * np.dtype(part.dtype).itemsize // twin.itemsize)
+        other = TokenRange(other.dtype, min(other.count, _SHOWN_TOKENS), part.path, part.offset)
         return (
             f"as {kind} the first tokens are {self._describe(part.load())}; as {twin.name} they "
             f"are {self._describe(other.load())}"
