@@ -126,6 +126,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="LANGUAGE",
         help="store the starts of sentences",
     )
+    arguments.add_argument("--format", type=no_token_files, help=argparse.SUPPRESS)
     arguments.add_argument(
         "--seed", type=int, default=1234, help="seed of the split (default: 1234)"
     )
@@ -133,6 +134,13 @@ def parser() -> argparse.ArgumentParser:
         "--validation-fraction", dest="validation", type=float, default=0.02, metavar="F|COUNT"
     )
     return arguments
+
+
+def no_token_files(name: str) -> str:
+    raise argparse.ArgumentTypeError(
+        f"{name}: datatrove has no reader of tokens: zero-tp prepare --format {name} reads them, "
+        "in processes on one machine"
+    )
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,10 @@ from zero_tp.data.records import Problem, RecordCounts, location
 from zero_tp.tools.corpus.spool import Mask, ProcessedBlock, StoredBlock
 from zero_tp.tools.corpus.tokens.cutting import BEFORE, TokenBlock, UnlikelyTokens
 from zero_tp.tools.corpus.tokens.files import Ids, TokenRange
+
+if TYPE_CHECKING:
+    from zero_tp.tools.corpus.settings import PrepareSettings
+    from zero_tp.tools.corpus.tokens.layout import TokenLayout
 
 MAX_VOCABULARY = 2**24
 """No vocabulary is larger; a larger id shows a wrong type."""
@@ -66,6 +70,20 @@ class TokenProcessor:
     seed: int
     deduplicate: bool
 
+    @classmethod
+    def of(cls, layout: TokenLayout, settings: PrepareSettings) -> TokenProcessor:
+        return cls(
+            layout.dtype.str,
+            layout.vocabulary_limit,
+            layout.file_eos,
+            layout.position,
+            layout.asks_type,
+            layout.limit,
+            settings.min_tokens,
+            settings.seed,
+            settings.deduplicate is not None,
+        )
+
     def __call__(self, source: int, block: TokenBlock, sha256: str | None = None) -> ProcessedBlock:
         counts = RecordCounts()
         for place, problem in block.problems:
@@ -73,14 +91,10 @@ class TokenProcessor:
             counts.drop(location(block.source, place), problem)
         if not block.parts:
             return ProcessedBlock(source, block.number, sha256, {}, counts)
-        raw = block.load()
-        self._check_ids(block, raw)
-        tokens = raw.astype(self.dtype, copy=False)
-        spans, cuts = self._find(tokens, block)
+        tokens, spans, cuts = self.documents(block)
         counts.read += len(spans.sizes) + len(cuts)
         for place in cuts:
             counts.drop(location(block.source, place), CUT)
-        self._check_lengths(block, spans)
         spans = self._drop_short(spans, block, counts)
         hashes = _content_hashes(tokens, spans, self.deduplicate)
         columns = {
@@ -99,6 +113,19 @@ class TokenProcessor:
         else:
             columns["parts"] = json.dumps([asdict(part) for part in block.parts]).encode()
         return ProcessedBlock(source, block.number, sha256, columns, counts)
+
+    def documents(self, block: TokenBlock) -> tuple[Ids, DocumentSpans, list[int]]:
+        """Return the tokens of a block, its documents, and the places of what is no whole one.
+
+        Raises:
+            UnlikelyTokens: a setting is wrong.
+        """
+        raw = block.load()
+        self._check_ids(block, raw)
+        tokens = raw.astype(self.dtype, copy=False)
+        spans, cuts = self._find(tokens, block)
+        self._check_lengths(block, spans)
+        return tokens, spans, cuts
 
     def _check_ids(self, block: TokenBlock, ids: Ids) -> None:
         if not len(ids):

@@ -61,19 +61,8 @@ class TokenPreparation(Stages):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        settings = self.settings
-        self.layout = find_layout(self.sources, settings, self.tokenizer)
-        self.processor = TokenProcessor(
-            self.layout.dtype.str,
-            self.layout.vocabulary_limit,
-            self.layout.file_eos,
-            self.layout.position,
-            settings.token_type is not None,
-            settings.max_document_tokens,
-            settings.min_tokens,
-            settings.seed,
-            settings.deduplicate is not None,
-        )
+        self.layout = find_layout(self.sources, self.settings, self.tokenizer)
+        self.processor = TokenProcessor.of(self.layout, self.settings)
 
     def read(self) -> None:
         """Read all files into the spool."""

@@ -92,7 +92,7 @@ class TokenLayout:
             return f"{' '.join(map(str, listed))} (the largest id is {max(listed, default=0):,})"
         size = vocabulary_size(self.tokenizer)
         inside = [number for number in listed if 0 <= number < size]
-        text = repr(one_line(str(self.tokenizer.decode(inside)), 120))
+        text = f'"{one_line(str(self.tokenizer.decode(inside)), 120)}"'
         outside = len(listed) - len(inside)
         return text + (f" and {outside} ids that the tokenizer lacks" if outside else "")
 
@@ -148,7 +148,7 @@ def find_layout(
             f"{layout.vocabulary_limit:,}: give the right --eos-id"
         )
     for width in dtypes:
-        if file_eos > np.iinfo(width).max:
+        if position is not None and file_eos > np.iinfo(width).max:
             raise UserError(
                 f"the end-of-text token {file_eos:,} is no {width.name}: give the right "
                 "--eos-id, or --token-type"
