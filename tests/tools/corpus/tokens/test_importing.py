@@ -157,7 +157,7 @@ def test_copies_are_dropped_and_named(tmp_path: Path) -> None:
         (f"{first}:6", f"{first}:1"),
         (f"{second}:4", f"{first}:4"),
     ]
-    with pytest.raises(UserError, match="all documents outside .* are copies"):
+    with pytest.raises(UserError, match=r"all documents outside .* are copies"):
         import_tokens([write_flat(tmp_path / "c.bin", [1, 256, 1, 256])], tmp_path / "c", **RAW)
 
 

@@ -25,7 +25,8 @@ MAX_VOCABULARY = 2**24
 """No vocabulary is larger; a larger id shows a wrong type."""
 _HALVES = 8
 """Read in half their width, tokens below 2^19 alternate with numbers below 8."""
-_MIN_HALVES = 16
+_TRIED = 2**16  # tokens of a file that are tried for that
+_LEAST_TRIED = 32
 CUT = Problem(
     "cut", "a document whose other part is not in the inputs: it has no end-of-text token there"
 )
@@ -137,13 +138,11 @@ class TokenProcessor:
                 f"{block.source}: token id {bad:,} lies outside the vocabulary of "
                 f"{self.vocabulary_size:,}"
             )
-        if self.checks_width and block.number == 0 and len(ids) >= 2 * _MIN_HALVES:
-            even, odd = ids[0::2], ids[1::2]
-            if min(even.max(), odd.max()) < _HALVES <= max(even.max(), odd.max()):
-                raise UnlikelyTokens(
-                    f"{block.source}: every second token is below {_HALVES}, as if each were half "
-                    "of a wider one"
-                )
+        if self.checks_width and block.number == 0 and _alternates(ids[:_TRIED]):
+            raise UnlikelyTokens(
+                f"{block.source}: every second token is below {_HALVES}, as if each were half of a "
+                "wider one"
+            )
 
     def _find(self, tokens: Ids, block: TokenBlock) -> tuple[DocumentSpans, list[int]]:
         """Return the documents, and the places of what is no whole one."""
@@ -201,6 +200,14 @@ class TokenProcessor:
         if is_short.any():
             counts.dropped["short"] += int(is_short.sum())
         return spans.select((spans.sizes > 0) & ~is_short)
+
+
+def _alternates(ids: Ids) -> bool:
+    """Return whether every second token is low, and most of the others are not."""
+    halves = ids[0::2], ids[1::2]
+    return len(ids) >= _LEAST_TRIED and any(
+        low.max() < _HALVES <= np.median(high) for low, high in (halves, halves[::-1])
+    )
 
 
 def _split_hashes(tokens: Ids, spans: DocumentSpans, seed: int) -> npt.NDArray[np.uint64]:

@@ -154,9 +154,11 @@ def open_litdata(path: Path, settings: PrepareSettings) -> Iterator[TokenFile]:
             f"{path}: its samples are {', '.join(map(str, forms))}: one 1-dimensional array of "
             "integers is needed, as litdata's TokensLoader has it"
         )
-    if encryption or (compression and not str(compression).startswith("zstd")):
+    is_whole = config.get("compression_level") in (None, "chunk")
+    if encryption or (compression and not (is_whole and str(compression).startswith("zstd"))):
         raise UserError(
-            f"{path}: encrypted, or compressed with {compression}: only zstd can be read"
+            f"{path}: encrypted, or compressed with {compression}: only zstd of whole chunks can "
+            "be read (litdata's compression_level chunk)"
         )
     dtype = types[int(match[2])]
     yield companion(path, "litdata")
