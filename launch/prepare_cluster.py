@@ -8,8 +8,8 @@ tokenize, merge.
 
 Copy it to add other steps of datatrove, in `stages`. Tasks split the inputs by file. A repeated
 start skips completed tasks: they write to OUTPUT.work/DIGEST, and DIGEST is a hash of the inputs,
-the settings and the number of tasks. docs/data.md says how the deduplication differs from that of
-`zero-tp prepare`.
+the settings and the number of tasks. docs/data_cluster.md says how the deduplication differs from
+that of `zero-tp prepare`.
 
 Slurm's jobs load pickled steps and do not run this file, so its functions must import the names
 that they use.

@@ -6,8 +6,7 @@ import contextlib
 import hashlib
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,11 +49,12 @@ class IndexedWriter:
         self._largest = -1
         self._sha256 = hashlib.sha256()
         self._opened = contextlib.ExitStack()
-        # Hashing releases the interpreter's lock, so it need not wait for the disk.
-        self._hasher = self._opened.enter_context(ThreadPoolExecutor(1))
-        new_file = partial(tempfile.TemporaryFile, dir=bin_path(prefix).parent)
-        self._sizes: IO[bytes] = self._opened.enter_context(new_file())
-        self._documents: IO[bytes] = self._opened.enter_context(new_file())
+        # Hashing and writing release the interpreter's lock, so neither waits for the other.
+        self._pool = self._opened.enter_context(ThreadPoolExecutor(2))
+        self._writing = list[Future[Any]]()
+        folder = bin_path(prefix).parent
+        self._sizes = self._opened.enter_context(_unnamed_file(folder))
+        self._documents = self._opened.enter_context(_unnamed_file(folder))
         self._sequence_count = 0
         self._document_count = 0
         self._file = self._opened.enter_context(bin_path(prefix).open("wb"))
@@ -109,17 +109,27 @@ class IndexedWriter:
         self.tokens += values.size
 
     def _write_tokens(self, data: memoryview) -> None:
-        hashing = self._hasher.submit(self._sha256.update, data)
-        self._file.write(data)
-        hashing.result()
+        """Begin to hash and write tokens, after the last ones were."""
+        self._finish_writing()
+        self._writing = [
+            self._pool.submit(self._sha256.update, data),
+            self._pool.submit(self._file.write, data),
+        ]
+
+    def _finish_writing(self) -> None:
+        for task in self._writing:
+            task.result()
+        self._writing = []
 
     @property
     def content(self) -> CorpusContent:
         """The content of PREFIX.bin so far."""
+        self._finish_writing()
         return CorpusContent(self._sha256.hexdigest(), self._smallest, self._largest)
 
     def close(self) -> None:
         """Write the index, which completes the corpus."""
+        self._finish_writing()
         self._file.close()
         # Last, because a corpus without an index is none: a killed writer leaves no corpus that
         # looks complete.
@@ -145,6 +155,10 @@ class IndexedWriter:
             self.close()
         else:
             self._opened.close()
+
+
+def _unnamed_file(folder: Path) -> IO[bytes]:
+    return tempfile.TemporaryFile(dir=folder)
 
 
 def _entries(file: IO[bytes], dtype: str) -> Iterator[npt.NDArray[Any]]:

@@ -40,7 +40,7 @@ def draw_documents(chance: random.Random, count: int, largest: int = 60_000) -> 
     return [*drawn, [65_535 if largest > 2**15 else largest]]
 
 
-def with_eos(documents: Documents) -> Documents:
+def with_eos(documents: Documents) -> list[list[int]]:
     return [[*document, EOS] for document in documents]
 
 
@@ -53,7 +53,7 @@ def numpy_file(path: Path, documents: Documents) -> Path:
     return path.with_suffix(".npy")
 
 
-RAW = {"format": "raw", "token_type": "uint16"}
+RAW: dict[str, Any] = {"format": "raw", "token_type": "uint16"}
 CASES: dict[str, tuple[Callable[[Path, Documents], Path], dict[str, Any]]] = {
     "raw, after": (
         lambda path, documents: write_flat(path, join_after(documents, EOS)),

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,12 @@ from zero_tp.tools.corpus.spool import ProcessedBlock, Spool
 from zero_tp.tools.corpus.tokens import files
 from zero_tp.tools.corpus.tokens.importing import kth_smallest
 
-RAW = {"format": "raw", "token_type": "uint16", "eos_position": "after", "eos_id": 256}
+RAW: dict[str, Any] = {
+    "format": "raw",
+    "token_type": "uint16",
+    "eos_position": "after",
+    "eos_id": 256,
+}
 
 
 def draw_stream(chance: random.Random, count: int) -> list[int]:
@@ -101,6 +107,7 @@ def test_a_killed_process_goes_on(tmp_path: Path, stream: list[int]) -> None:
     program = f"""
 import os, signal, sys
 from pathlib import Path
+from typing import Any
 from tests.support.token_files import import_tokens
 from zero_tp.tools.corpus import spool
 from zero_tp.tools.corpus.tokens import files
@@ -165,7 +172,7 @@ def test_the_split_depends_on_documents_and_seed(tmp_path: Path, stream: list[in
     documents = [row.split() for row in " ".join(map(str, stream)).split("256")[:-1]]
     turned = join_after([list(map(int, row)) for row in documents[::-1]], 256)
 
-    def held_out(tokens: list[int], **settings: object) -> list[list[int]]:
+    def held_out(tokens: list[int], **settings: Any) -> list[list[int]]:
         name = f"{len(list(tmp_path.iterdir()))}"
         path = write_flat(tmp_path / f"{name}.bin", tokens)
         output = import_tokens([path], tmp_path / name, **RAW | settings).output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
     from zero_tp.tools.corpus.settings import PrepareSettings
     from zero_tp.tools.corpus.tokens.layout import TokenLayout
 
-MAX_VOCABULARY = 2**24
-"""No vocabulary is larger; a larger id shows a wrong type."""
 _HALVES = 8
 """Read in half their width, tokens below 2^19 alternate with numbers below 8."""
 _TRIED = 2**16  # tokens of a file that are tried for that
 _LEAST_TRIED = 32
+_HASHED_TOKENS = 32  # of a document
+_HASHED_DOCUMENTS = 2**13  # at once
 CUT = Problem(
     "cut", "a document whose other part is not in the inputs: it has no end-of-text token there"
 )
@@ -213,18 +212,21 @@ def _alternates(ids: Ids) -> bool:
 def _split_hashes(tokens: Ids, spans: DocumentSpans, seed: int) -> npt.NDArray[np.uint64]:
     """Return a hash of each document that depends on the seed, uint64 [documents].
 
-    It decides the split only, so collisions of CRC-32 cost nothing: a cryptographic hash takes
-    twice as long as reading and writing.
+    It is of the length and of 32 evenly spread tokens, which are all of a short document: a hash of
+    all tokens would take longer than reading and writing them. Equal documents have equal hashes;
+    if two that differ have one, they are in the same split, and no more.
     """
-    view = tokens.view(np.uint8).data
-    width = tokens.itemsize
-    starts = (spans.starts * width).tolist()
-    ends = ((spans.starts + spans.sizes) * width).tolist()
-    sums = [zlib.crc32(view[start:end]) for start, end in zip(starts, ends, strict=True)]
-    mixed = np.array(sums, np.uint64) << np.uint64(32) | spans.sizes.astype(np.uint64)
+    numbers = np.arange(_HASHED_TOKENS)
+    factors = _mix(numbers.astype(np.uint64)) | np.uint64(1)
+    hashes = np.zeros(len(spans.sizes), np.uint64)
+    for first in range(0, len(hashes), _HASHED_DOCUMENTS):
+        rows = slice(first, first + _HASHED_DOCUMENTS)
+        sizes = spans.sizes[rows, None]
+        places = spans.starts[rows, None] + numbers * (sizes - 1) // (_HASHED_TOKENS - 1)
+        sums = (tokens[places].astype(np.uint64) * factors).sum(axis=1, dtype=np.uint64)
+        hashes[rows] = sums + _mix(sizes[:, 0].astype(np.uint64))
     # The finalizer of splitmix64 (Steele, Lea and Flood 2014), once for the seed and once more.
-    mixed = _mix(mixed + _mix(np.array([seed], np.uint64)))
-    return mixed
+    return _mix(hashes + _mix(np.array([seed], np.uint64)))
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

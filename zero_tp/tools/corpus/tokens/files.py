@@ -17,6 +17,8 @@ Ids = npt.NDArray[Any]
 """Token ids of any integer type, [tokens]."""
 WINDOW = 2**22
 """Tokens of a block: it ends at the last document's end in a window of so many."""
+MAX_VOCABULARY = 2**24
+"""No vocabulary is larger; a larger id shows a wrong type."""
 _ENDS = 2**18  # ends of items in memory at once
 
 

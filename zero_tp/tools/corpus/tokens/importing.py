@@ -15,8 +15,9 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,7 @@ from zero_tp.tools.corpus.tokens.documents import (
 from zero_tp.tools.corpus.tokens.files import Ids, TokenFile, changed
 from zero_tp.tools.corpus.tokens.layout import TokenLayout, find_layout
 
+Result = TypeVar("Result")
 REMOVED = "removed.jsonl"
 _COUNTED = 2**26
 """Tokens of which frequencies are counted: evenly spread blocks of a longer corpus, because
@@ -61,6 +63,10 @@ class TokenPreparation(Stages):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        if self._processes is None:
+            # Threads hash and write beside this one, and NumPy does the rest: that keeps two cores
+            # busy, and other processes take longer to start than they save.
+            self.processes = 1
         self.layout = find_layout(self.sources, self.settings, self.tokenizer)
         self.processor = TokenProcessor.of(self.layout, self.settings)
 
@@ -104,11 +110,11 @@ class TokenPreparation(Stages):
         writers = [TokenWriter(staging / split, self.layout) for split in SPLITS]
         every = -(-table.tokens // _COUNTED)
         with writers[0], writers[1]:
-            for number, (block, in_train, in_validation) in enumerate(table.selections()):
-                tokens = block.tokens()
-                sentences = block.sentences()
-                for writer, selected in zip(writers, (in_train, in_validation), strict=True):
-                    writer.add(block, tokens, sentences, selected, number % every == 0)
+            # A thread reads the next block while this one is hashed and written.
+            selections = enumerate(table.selections())
+            for number, joined in _ahead(partial(_join_splits, self.layout.eos), selections):
+                for writer, split in zip(writers, joined, strict=True):
+                    writer.add(split, number % every == 0)
         for source in self.sources:
             if source.path is None or source.size_and_time != size_and_time(source.path):
                 raise changed(source.name)
@@ -227,6 +233,43 @@ def kth_smallest(parts: Callable[[], Iterable[npt.NDArray[np.uint64]]], k: int) 
     return known
 
 
+class JoinedSplit(NamedTuple):
+    """The documents of a block that are in a split, as `IndexedWriter.add_documents` takes them."""
+
+    ids: Ids
+    sizes: npt.NDArray[np.int64]
+    begins: Mask | None
+
+
+def _join_splits(
+    eos: int, number: int, selection: tuple[LoadedBlock, Mask, Mask]
+) -> tuple[int, list[JoinedSplit]]:
+    block, *masks = selection
+    tokens = block.tokens()
+    sentences = block.sentences()
+    joined = [
+        JoinedSplit(
+            join(tokens, block.spans, selected, eos),
+            block.spans.sizes[selected] + 1,
+            None if sentences is None else join(sentences, block.spans, selected, False),
+        )
+        for selected in masks
+    ]
+    return number, joined
+
+
+def _ahead(work: Callable[..., Result], items: Iterable[tuple[Any, ...]]) -> Iterator[Result]:
+    """Yield `work(*item)` for each item, in order, while a thread works on the next one."""
+    with ThreadPoolExecutor(1) as pool:
+        pending: Future[Result] | None = None
+        for item in items:
+            done, pending = pending, pool.submit(work, *item)
+            if done is not None:
+                yield done.result()
+        if pending is not None:
+            yield pending.result()
+
+
 class TokenWriter(IndexedWriter):
     """Writes the documents of a split, and counts them.
 
@@ -236,30 +279,19 @@ class TokenWriter(IndexedWriter):
 
     def __init__(self, prefix: Path, layout: TokenLayout) -> None:
         super().__init__(prefix, layout.vocabulary_limit, layout.dtype)
-        self._eos = layout.eos
         self._frequencies = np.zeros(0, np.int64)
         self.documents = 0
 
-    def add(
-        self,
-        block: LoadedBlock,
-        tokens: Ids,
-        sentences: Mask | None,
-        selected: Mask,
-        is_counted: bool,
-    ) -> None:
-        """Append the selected documents of a block.
+    def add(self, split: JoinedSplit, is_counted: bool) -> None:
+        """Append documents.
 
         Args:
             is_counted: the frequencies of their tokens are counted.
         """
-        ids = join(tokens, block.spans, selected, self._eos)
-        begins = None if sentences is None else join(sentences, block.spans, selected, False)
-        sizes = block.spans.sizes[selected] + 1
-        self.add_documents(ids, sizes, begins)
-        self.documents += len(sizes)
+        self.add_documents(*split)
+        self.documents += len(split.sizes)
         if is_counted or not len(self._frequencies):
-            counts = np.bincount(ids, minlength=len(self._frequencies))
+            counts = np.bincount(split.ids, minlength=len(self._frequencies))
             counts[: len(self._frequencies)] += self._frequencies
             self._frequencies = counts
 

@@ -13,8 +13,7 @@ from zero_tp.data.indexed import DTYPES, token_dtype
 from zero_tp.data.tokenizer import vocabulary_size
 from zero_tp.tools.corpus.settings import PrepareSettings
 from zero_tp.tools.corpus.tokens.cutting import EosCutter, TokenBlock, item_blocks
-from zero_tp.tools.corpus.tokens.documents import MAX_VOCABULARY
-from zero_tp.tools.corpus.tokens.files import Ids, TokenFile, TokenRange
+from zero_tp.tools.corpus.tokens.files import MAX_VOCABULARY, Ids, TokenFile, TokenRange
 from zero_tp.tools.corpus.tokens.formats import FORMATS
 
 if TYPE_CHECKING:

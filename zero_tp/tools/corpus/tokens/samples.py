@@ -114,7 +114,7 @@ def _read_index(path: Path, kind: str) -> dict[str, Any]:
         raise UserError(f"{path}: not an index of {kind}: {error}") from error
 
 
-def _beside(path: Path, name: object) -> Path:
+def _shard_path(path: Path, name: object) -> Path:
     """Return a file of an index, which must be in its folder or below it."""
     file = path.parent / str(name)
     if ".." in Path(str(name)).parts or Path(str(name)).is_absolute() or not file.is_file():
@@ -163,7 +163,7 @@ def open_litdata(path: Path, settings: PrepareSettings) -> Iterator[TokenFile]:
     dtype = types[int(match[2])]
     yield companion(path, "litdata")
     for name in names:
-        chunk = _beside(path, name)
+        chunk = _shard_path(path, name)
         stamp = size_and_time(chunk)
         if compression or has_sizes:
             ending = ".zst" if compression else ""
@@ -261,9 +261,9 @@ def _mds_shard(path: Path, shard: dict[str, Any], settings: PrepareSettings) -> 
                 f"or write them with one of {', '.join(_MDS_COMPRESSIONS)}"
             )
         ending = _MDS_COMPRESSIONS[kind]
-        file, raw = _beside(path, compressed["basename"]), compressed
+        file, raw = _shard_path(path, compressed["basename"]), compressed
     else:
-        file = _beside(path, raw["basename"])
+        file = _shard_path(path, raw["basename"])
     if (size := file.stat().st_size) != raw["bytes"]:
         raise UserError(f"{file}: {size:,} bytes instead of {raw['bytes']:,}: it is damaged")
     names, encodings = shard["column_names"], shard["column_encodings"]
