@@ -24,7 +24,7 @@ EOS = 256
 class Absent(types.ModuleType):
     """A module that is imported and never used: any name of it is a class."""
 
-    __path__ = ()
+    __path__ = []  # noqa: RUF012 - as the import system has it
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -50,11 +50,12 @@ def skip_init(package: str, *inner: str) -> None:
 def litdata(documents: list[list[int]], folder: Path) -> None:
     replace_modules("boto3", "botocore", "botocore.credentials", "botocore.utils")
     import torch
-    from litdata.streaming.item_loader import TokensLoader
-    from litdata.streaming.writer import BinaryWriter
+
+    token_loader = importlib.import_module("litdata.streaming.item_loader").TokensLoader
+    new_writer = importlib.import_module("litdata.streaming.writer").BinaryWriter
 
     def write(name: str, make: Any, **options: Any) -> None:
-        writer = BinaryWriter(str(folder / name), chunk_size=3000, **options)
+        writer = new_writer(str(folder / name), chunk_size=3000, **options)
         for number, ids in enumerate(documents):
             writer.add_item(number, make([*ids, EOS]))
         writer.done()
@@ -62,11 +63,11 @@ def litdata(documents: list[list[int]], folder: Path) -> None:
 
     for dtype in (torch.int16, torch.int32, torch.int64, torch.uint16):
         write(
-            str(dtype), lambda ids, t=dtype: torch.tensor(ids, dtype=t), item_loader=TokensLoader()
+            str(dtype), lambda ids, t=dtype: torch.tensor(ids, dtype=t), item_loader=token_loader()
         )
     for name in ("int32", "int64", "uint16", "uint32", "uint64"):
-        write(name, lambda ids, n=name: np.array(ids, n), item_loader=TokensLoader())
-    loader = TokensLoader()
+        write(name, lambda ids, n=name: np.array(ids, n), item_loader=token_loader())
+    loader = token_loader()
     packed = {"compression": "zstd:3", "compression_level": "chunk"}
     write("zstd", lambda ids: np.array(ids, "u2"), item_loader=loader, **packed)
     write("trees", lambda ids: torch.tensor(ids))

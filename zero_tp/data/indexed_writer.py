@@ -100,7 +100,9 @@ class IndexedWriter:
         )
         # The starts of documents are taken from their sizes, so an empty document has a sequence,
         # too.
-        starts = np.sort(np.concatenate([ends - lengths, inside]))
+        starts = ends - lengths
+        if len(inside):
+            starts = np.sort(np.concatenate([starts, inside]))
         self._sizes.write(np.diff(starts, append=values.size).astype("<i4").tobytes())
         sequences = 1 + np.searchsorted(inside, ends) - np.searchsorted(inside, ends - lengths)
         self._documents.write((self._sequence_count + np.cumsum(sequences)).astype("<i8").tobytes())

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_tp.data.records import Problem
-from zero_tp.tools.corpus.tokens.files import FlatFile, TokenFile, TokenRange
+from zero_tp.tools.corpus.tokens.files import FlatFile, TokenFile, TokenRange, merge_ranges
 
 BEFORE = "before"
 AFTER = "after"
@@ -98,7 +98,8 @@ class EosCutter:
 
         def block(number: int, parts: list[TokenRange], place: int) -> tuple[int, TokenBlock]:
             numbers[number] += 1
-            return number, TokenBlock(self.files[number].name, numbers[number] - 1, parts, place)
+            name, merged = self.files[number].name, merge_ranges(parts)
+            return number, TokenBlock(name, numbers[number] - 1, merged, place)
 
         self._check_ends()
         finished = 0

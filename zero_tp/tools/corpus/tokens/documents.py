@@ -130,7 +130,8 @@ class TokenProcessor:
     def _check_ids(self, block: TokenBlock, ids: Ids) -> None:
         if not len(ids):
             return
-        low, high = int(ids.min()), int(ids.max())
+        low = 0 if ids.dtype.kind == "u" else int(ids.min())
+        high = int(ids.max())
         if low < 0 or high >= self.vocabulary_size:
             bad = low if low < 0 else high
             raise UnlikelyTokens(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,12 +46,30 @@ class TokenRange:
             raise changed(self.path)
         return ids
 
+    def is_followed_by(self, other: TokenRange) -> bool:
+        """Return whether the other tokens come next in the same file."""
+        end = self.offset + self.count * np.dtype(self.dtype).itemsize
+        in_file = self.ids is None and other.ids is None
+        return in_file and (self.path, self.dtype, end) == (other.path, other.dtype, other.offset)
+
     def slice(self, start: int, stop: int) -> TokenRange:
         """Return the tokens `start` … `stop` - 1."""
         if self.ids is not None:
             return TokenRange(self.dtype, stop - start, ids=self.ids[start:stop])
         offset = self.offset + start * np.dtype(self.dtype).itemsize
         return TokenRange(self.dtype, stop - start, self.path, offset)
+
+
+def merge_ranges(parts: Iterable[TokenRange]) -> list[TokenRange]:
+    """Return the same tokens in fewer parts: those that follow each other in a file are one."""
+    merged = list[TokenRange]()
+    for part in parts:
+        last = merged[-1] if merged else None
+        if last is not None and last.is_followed_by(part):
+            merged[-1] = TokenRange(part.dtype, last.count + part.count, part.path, last.offset)
+        else:
+            merged.append(part)
+    return merged
 
 
 class Items(NamedTuple):

@@ -50,7 +50,7 @@ from zero_tp.tools.corpus.tokens.layout import TokenLayout, find_layout
 
 Result = TypeVar("Result")
 REMOVED = "removed.jsonl"
-_COUNTED = 2**26
+_COUNTED = 2**25
 """Tokens of which frequencies are counted: evenly spread blocks of a longer corpus, because
 counting takes longer than reading, hashing and writing.
 """
