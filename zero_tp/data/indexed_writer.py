@@ -60,7 +60,11 @@ class IndexedWriter:
         self._file = self._opened.enter_context(bin_path(prefix).open("wb"))
 
     def add_documents(
-        self, ids: npt.ArrayLike, sizes: npt.ArrayLike, begins: npt.ArrayLike | None = None
+        self,
+        ids: npt.ArrayLike,
+        sizes: npt.ArrayLike,
+        begins: npt.ArrayLike | None = None,
+        bounds: tuple[int, int] | None = None,
     ) -> None:
         """Append documents of `sizes` tokens, with concatenated ids.
 
@@ -70,6 +74,8 @@ class IndexedWriter:
         Args:
             begins: whether each token begins a sentence, bool; each sentence is a sequence. None:
                 each document.
+            bounds: no id is below the first number or above the second. It saves a look at ids that
+                are no new extremes.
 
         Raises:
             UserError: an id is outside the vocabulary.
@@ -78,8 +84,9 @@ class IndexedWriter:
         lengths = np.asarray(sizes, dtype=np.int64)
         assert lengths.sum() == values.size, (lengths.sum(), values.size)
         if values.size:
-            low = int(values.min())
-            high = int(values.max())
+            low, high = self._smallest, self._largest
+            if bounds is None or bounds[0] < low or bounds[1] > high:
+                low, high = int(values.min()), int(values.max())
             if low < 0 or high >= self.vocabulary_size:
                 bad = low if low < 0 else high
                 raise UserError(

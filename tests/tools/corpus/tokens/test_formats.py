@@ -25,6 +25,7 @@ from tests.support.token_files import (
     write_mds,
     write_rows,
 )
+from tests.tiers import in_tiers
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.tools.corpus.tokens import cutting, files
 
@@ -151,6 +152,12 @@ CASES: dict[str, tuple[Callable[[Path, Documents], Path], dict[str, Any]]] = {
 }
 
 
+FIRST = (
+    *("raw, after", "raw, before", "a real .npy", "llm.c", "datatrove without eos", "megatron"),
+    *("litdata", "mds, compressed", "ids in Arrow", "ids, packed"),
+)
+
+
 def packed(documents: Documents) -> Documents:
     """Rows of 100 tokens; a tail below that is kept."""
     stream = join_after(documents, EOS)
@@ -159,7 +166,7 @@ def packed(documents: Documents) -> Documents:
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch, chance: random.Random) -> None:
-    monkeypatch.setattr(files, "WINDOW", chance.choice((64, 1000, 2**22)))
+    monkeypatch.setattr(files, "WINDOW", chance.choice((500, 5000, 2**22)))
     monkeypatch.setattr(cutting, "_SEARCHED", chance.choice((1, 33, 2**16)))
 
 
@@ -168,7 +175,7 @@ def chance(seed: int) -> random.Random:
     return random.Random(seed)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_tiers(list(CASES), FIRST))
 def test_a_corpus_has_the_documents(tmp_path: Path, chance: random.Random, name: str) -> None:
     """In their order, eos last and once, whatever the windows; the split is that of raw files."""
     write, settings = CASES[name]

@@ -24,7 +24,7 @@ _HALVES = 8
 """Read in half their width, tokens below 2^19 alternate with numbers below 8."""
 _TRIED = 2**16  # tokens of a file that are tried for that
 _LEAST_TRIED = 32
-_HASHED_TOKENS = 32  # of a document
+_HASHED_TOKENS = 16  # of a document
 _HASHED_DOCUMENTS = 2**13  # at once
 CUT = Problem(
     "cut", "a document whose other part is not in the inputs: it has no end-of-text token there"
@@ -91,7 +91,7 @@ class TokenProcessor:
             counts.drop(location(block.source, place), problem)
         if not block.parts:
             return ProcessedBlock(source, block.number, sha256, {}, counts)
-        tokens, spans, cuts = self.documents(block)
+        tokens, spans, cuts, bounds = self.documents(block)
         counts.read += len(spans.sizes) + len(cuts)
         for place in cuts:
             counts.drop(location(block.source, place), CUT)
@@ -103,6 +103,7 @@ class TokenProcessor:
             "places": spans.places.tobytes(),
             "starts": spans.starts.tobytes(),
             "sizes": spans.sizes.tobytes(),
+            "bounds": np.array(bounds, np.int64).tobytes(),
         }
         if block.sentences is not None:
             is_first = np.zeros(len(tokens), np.bool_)
@@ -114,24 +115,23 @@ class TokenProcessor:
             columns["parts"] = json.dumps([asdict(part) for part in block.parts]).encode()
         return ProcessedBlock(source, block.number, sha256, columns, counts)
 
-    def documents(self, block: TokenBlock) -> tuple[Ids, DocumentSpans, list[int]]:
-        """Return the tokens of a block, its documents, and the places of what is no whole one.
+    def documents(self, block: TokenBlock) -> tuple[Ids, DocumentSpans, list[int], tuple[int, int]]:
+        """Return the tokens of a block, its documents, the places of what is no whole one, and the
+        smallest and largest id.
 
         Raises:
             UnlikelyTokens: a setting is wrong.
         """
         raw = block.load()
-        self._check_ids(block, raw)
+        bounds = _bounds(raw)
+        self._check_ids(block, raw, bounds)
         tokens = raw.astype(self.dtype, copy=False)
         spans, cuts = self._find(tokens, block)
         self._check_lengths(block, spans)
-        return tokens, spans, cuts
+        return tokens, spans, cuts, bounds
 
-    def _check_ids(self, block: TokenBlock, ids: Ids) -> None:
-        if not len(ids):
-            return
-        low = 0 if ids.dtype.kind == "u" else int(ids.min())
-        high = int(ids.max())
+    def _check_ids(self, block: TokenBlock, ids: Ids, bounds: tuple[int, int]) -> None:
+        low, high = bounds
         if low < 0 or high >= self.vocabulary_size:
             bad = low if low < 0 else high
             raise UnlikelyTokens(
@@ -202,6 +202,10 @@ class TokenProcessor:
         return spans.select((spans.sizes > 0) & ~is_short)
 
 
+def _bounds(ids: Ids) -> tuple[int, int]:
+    return (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+
+
 def _alternates(ids: Ids) -> bool:
     """Return whether every second token is low, and most of the others are not."""
     halves = ids[0::2], ids[1::2]
@@ -213,7 +217,7 @@ def _alternates(ids: Ids) -> bool:
 def _split_hashes(tokens: Ids, spans: DocumentSpans, seed: int) -> npt.NDArray[np.uint64]:
     """Return a hash of each document that depends on the seed, uint64 [documents].
 
-    It is of the length and of 32 evenly spread tokens, which are all of a short document: a hash of
+    It is of the length and of 16 evenly spread tokens, which are all of a short document: a hash of
     all tokens would take longer than reading and writing them. Equal documents have equal hashes;
     if two that differ have one, they are in the same split, and no more.
     """
@@ -270,6 +274,11 @@ class LoadedBlock:
         parts = [TokenRange(**part) for part in json.loads(self._block.read("parts") or b"[]")]
         loaded = [part.load().astype(self._dtype, copy=False) for part in parts]
         return np.concatenate(loaded) if len(loaded) != 1 else loaded[0]
+
+    def bounds(self, eos: int) -> tuple[int, int]:
+        """Return what no id is below or above, that of end-of-text included."""
+        low, high = np.frombuffer(self._block.read("bounds"), np.int64).tolist()
+        return min(low, eos), max(high, eos)
 
     def sentences(self) -> Mask | None:
         """Return whether a sentence begins with each token, if that is known."""

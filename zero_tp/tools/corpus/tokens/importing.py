@@ -239,6 +239,7 @@ class JoinedSplit(NamedTuple):
     ids: Ids
     sizes: npt.NDArray[np.int64]
     begins: Mask | None
+    bounds: tuple[int, int]
 
 
 def _join_splits(
@@ -252,6 +253,7 @@ def _join_splits(
             join(tokens, block.spans, selected, eos),
             block.spans.sizes[selected] + 1,
             None if sentences is None else join(sentences, block.spans, selected, False),
+            block.bounds(eos),
         )
         for selected in masks
     ]

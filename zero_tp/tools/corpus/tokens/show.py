@@ -41,7 +41,7 @@ def show_token_files(path: Path, settings: PrepareSettings, sample: int) -> Iter
         for _, block in layout.blocks(files):
             if block is None or not block.parts:
                 continue
-            raw, spans, _ = processor.documents(block)
+            raw, spans, _, _ = processor.documents(block)
             rows = zip(
                 spans.starts.tolist(), spans.sizes.tolist(), spans.places.tolist(), strict=True
             )
