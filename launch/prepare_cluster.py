@@ -8,8 +8,8 @@ tokenize, merge.
 
 Copy it to add other steps of datatrove, in `stages`. Tasks split the inputs by file. A repeated
 start skips completed tasks: they write to OUTPUT.work/DIGEST, and DIGEST is a hash of the inputs,
-the settings and the number of tasks. docs/data.md says how the deduplication differs from that of
-`zero-tp prepare`.
+the settings and the number of tasks. docs/data_cluster.md says how the deduplication differs from
+that of `zero-tp prepare`.
 
 Slurm's jobs load pickled steps and do not run this file, so its functions must import the names
 that they use.
@@ -126,6 +126,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="LANGUAGE",
         help="store the starts of sentences",
     )
+    arguments.add_argument("--format", type=no_token_files, help=argparse.SUPPRESS)
     arguments.add_argument(
         "--seed", type=int, default=1234, help="seed of the split (default: 1234)"
     )
@@ -133,6 +134,13 @@ def parser() -> argparse.ArgumentParser:
         "--validation-fraction", dest="validation", type=float, default=0.02, metavar="F|COUNT"
     )
     return arguments
+
+
+def no_token_files(name: str) -> str:
+    raise argparse.ArgumentTypeError(
+        f"{name}: datatrove has no reader of tokens: zero-tp prepare --format {name} reads them, "
+        "in processes on one machine"
+    )
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zero_tp.base.errors import UserError, show, show_text
 from zero_tp.base.options import add_options, from_options, options_of
-from zero_tp.tools.corpus.settings import Prepared, PrepareSettings
+from zero_tp.tools.corpus.settings import TOKEN_OPTIONS, Prepared, PrepareSettings
 
 EPILOG = """\
 example:
@@ -31,6 +31,8 @@ same command again reuses OUTPUT, or resumes if it was interrupted.
 """
 STEPS = ("repair", "min_tokens", "deduplicate", "decontaminate", "sentences")
 """Fields of PrepareSettings that are steps, in their order."""
+TOKENS = (*TOKEN_OPTIONS, "max_document_tokens")
+"""Fields of PrepareSettings for token files."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,8 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, PrepareSettings, ["tokenizer"])
     parser.add_argument("--output", type=Path, metavar="DIR", help="directory to make")
     add_options(parser, PrepareSettings, ["eos", "tokenizer_documents"])
+    tokens = "of other trainers, without text: docs/token_files.md"
+    add_options(parser.add_argument_group("token files", tokens), PrepareSettings, TOKENS)
     show = parser.add_argument_group("instead of preparing")
-    corpus = "print documents and packed samples of a corpus as text"
+    corpus = (
+        "print documents and packed samples of a corpus as text, or with --format the first "
+        "documents of token files"
+    )
     show.add_argument("--show", type=Path, metavar="DIR", help=corpus)
     number = "how many documents and samples (default: 3)"
     show.add_argument("--sample", type=int, default=3, metavar="N", help=number)
@@ -72,17 +79,29 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> None:
     if options.show is not None:
-        from zero_tp.tools.corpus.show import show_corpus
-
-        for text in show_corpus(options.show, options.sample, options.sequence_length):
+        for text in _shown_texts(options):
             show_text(text)
         return
     # By hand, because `--show` and `--merge` need other arguments than a preparation.
-    required = ("input", "tokenizer", "output") if options.merge is None else ("output",)
+    required = ["output"] if options.merge is not None else ["input", "tokenizer", "output"]
+    if options.format is not None:  # --merge refuses it later
+        required = ["input", "output"]
     if missing := [f"--{name}" for name in required if getattr(options, name) is None]:
         raise UserError(f"the following arguments are required: {', '.join(missing)}")
     prepared = _prepare(options) if options.merge is None else _merge(options)
     show(*_summary(prepared))
+
+
+def _shown_texts(options: argparse.Namespace) -> Iterator[str]:
+    if options.format is not None:
+        from zero_tp.tools.corpus.tokens.show import show_token_files
+
+        settings = from_options(PrepareSettings, options)
+        return show_token_files(options.show, settings, options.sample)
+    from zero_tp.tools.corpus.show import show_corpus
+
+    length = options.sequence_length
+    return show_corpus(options.show, options.sample, length, options.tokenizer)
 
 
 def _prepare(options: argparse.Namespace) -> Prepared:
@@ -138,7 +157,9 @@ def _summary(prepared: Prepared) -> Iterator[str]:
         )
     for split, figures in report["splits"].items():
         counts = ", ".join(
-            f"{figures[name]:,} {name}" for name in ("documents", "characters", "tokens")
+            f"{figures[name]:,} {name}"
+            for name in ("documents", "characters", "tokens")
+            if name in figures
         )
         yield f"{split:>10}: {counts}"
     unigram = report["unigram"]

@@ -109,7 +109,7 @@ def find_sources(
                 # File names may hold any bytes.
                 name = os.fsencode(path).decode("utf-8", "backslashreplace")
                 sources.append(
-                    Source(name, file_format(path), text_key, documents, path, _size_and_time(path))
+                    Source(name, file_format(path), text_key, documents, path, size_and_time(path))
                 )
     if sum(source.path is None and source.kind != "hub" for source in sources) > 1:
         raise UserError("standard input can be read once: give - once")
@@ -118,7 +118,7 @@ def find_sources(
     return sources
 
 
-def _size_and_time(path: Path) -> tuple[int, int]:
+def size_and_time(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 
@@ -206,7 +206,7 @@ def read_blocks(source: Source) -> Iterator[RecordBlock]:
         # next time.
         if source.path is not None and source.size_and_time not in (
             (0, 0),
-            _size_and_time(source.path),
+            size_and_time(source.path),
         ):
             raise UserError(
                 f"{source.name}: the file has changed since the start: run the command again"

@@ -139,7 +139,7 @@ class IndexedCorpus:
         self._sizes = entries[: 4 * sequences].view("<i4")
         self._pointers = entries[4 * sequences : 12 * sequences].view("<i8")
         self._documents = entries[12 * sequences : 12 * sequences + 8 * boundaries].view("<i8")
-        # From the last entry, because summing a billion sizes takes seconds. `_check_index` checks
+        # From the last entry, because summing a billion sizes takes seconds. `check_index` checks
         # the others.
         self.tokens = self._tokens_before(sequences)
         expected = self.tokens * self.dtype.itemsize
@@ -151,7 +151,7 @@ class IndexedCorpus:
                 f"{_WRITE_AGAIN}"
             )
         # A trillion tokens must open at once: every rank opens every corpus.
-        self._check_index(_OPENING_CHECKS)
+        self.check_index(_OPENING_CHECKS)
         self._data = (
             np.memmap(data, mode="r", dtype=self.dtype) if self.tokens else np.empty(0, self.dtype)
         )
@@ -164,7 +164,7 @@ class IndexedCorpus:
             self._sizes[sequence - 1]
         )
 
-    def _check_index(self, max_blocks: int | None = None) -> None:
+    def check_index(self, max_blocks: int | None = None) -> None:
         """Check sequences and document boundaries.
 
         Args:
@@ -195,6 +195,11 @@ class IndexedCorpus:
         """Return the number of documents."""
         return len(self._documents) - 1
 
+    @property
+    def has_one_sequence_a_document(self) -> bool:
+        """Return whether no document is split into sentences, and none is without a sequence."""
+        return len(self) == len(self._sizes)
+
     @cached_property
     def content(self) -> CorpusContent:
         """The content of PREFIX.bin.
@@ -211,7 +216,7 @@ class IndexedCorpus:
             # The entry has a hash of itself: one that was cut or edited is not believed.
             if cached == _cache_entry(stamp, cached["content"]):
                 return CorpusContent(**cached["content"])
-        self._check_index()
+        self.check_index()
         content = self._read_content()
         if self._stamp() != stamp:
             raise UserError(
@@ -219,10 +224,14 @@ class IndexedCorpus:
             )
         # Damage since `prepare` is found here, if the corpus still has its report.
         _check_report(path, content.sha256)
-        with contextlib.suppress(OSError):  # the directory can't be written
-            entry = _cache_entry(stamp, content._asdict())
-            write_atomically(content_path(self.prefix), json.dumps(entry) + "\n")
+        self.store_content(content)
         return content
+
+    def store_content(self, content: CorpusContent) -> None:
+        """Cache the content of PREFIX.bin, as this process has read or written it."""
+        with contextlib.suppress(OSError):  # the directory can't be written
+            entry = _cache_entry(self._stamp(), content._asdict())
+            write_atomically(content_path(self.prefix), json.dumps(entry) + "\n")
 
     def _stamp(self) -> list[int]:
         """Return the size and times of both files.

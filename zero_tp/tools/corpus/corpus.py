@@ -1,6 +1,6 @@
 """`prepare` makes a corpus from documents. Its stages, in the order of this module:
 
-1. `Preparation.read` reads the inputs once, block by block, in several processes. Each checks,
+1. `Stages.read` reads the inputs once, block by block, in several processes. Each checks,
    repairs and hashes documents, and tokenizes them if the tokenizer exists. Results go to a
    `Spool`.
 2. `Preparation.select` removes duplicates and contaminated documents, and selects the validation
@@ -8,6 +8,8 @@
 3. `Preparation.encode` trains the tokenizer unless it exists, and then tokenizes the documents.
 4. `write_output` writes both corpora, the validation texts and the report. Then the output
    replaces an older one.
+
+`TokenPreparation` has the stages of token files instead of 2 and 3.
 
 An interrupted preparation resumes from a hidden directory next to the output, which holds spools
 and the trained tokenizer: a kill loses only blocks that were not committed. Memory holds 53 bytes a
@@ -41,7 +43,7 @@ from zero_tp.base.files import (
 )
 from zero_tp.data.documents import find_sources, read_blocks
 from zero_tp.data.records import RecordBlock, RecordCounts, Source
-from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer, save_tokenizer
+from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer
 from zero_tp.tools.corpus.blocks import BlockProcessor, encode_stored, map_in_order
 from zero_tp.tools.corpus.output import DocumentTable, write_output
 from zero_tp.tools.corpus.settings import (
@@ -55,11 +57,13 @@ from zero_tp.tools.corpus.settings import (
 )
 from zero_tp.tools.corpus.similarity import EvaluationSets
 from zero_tp.tools.corpus.spool import COMMITTED, ProcessedBlock, Spool, StoredBlock
+from zero_tp.tools.corpus.stages import Stages
 from zero_tp.tools.corpus.tokenizer_training import TokenizerSpec
+from zero_tp.tools.corpus.tokens.formats import find_token_files
+from zero_tp.tools.corpus.tokens.importing import TokenPreparation
 
 TOKENIZER = "tokenizer"
 REMOVED = "removed.jsonl"
-_SMALL = 4 << 20  # bytes; smaller inputs are read faster than other processes start
 
 
 def prepare(
@@ -96,9 +100,16 @@ def prepare(
         UserError: bad input or settings, or an output or interrupted preparation of other ones.
     """
     output = Path(output)
-    spec = TokenizerSpec.parse(settings.tokenizer)
     check_settings(settings)
-    sources = find_sources(inputs, settings.text_key, settings.documents, settings.stdin)
+    spec = None if settings.tokenizer is None else TokenizerSpec.parse(settings.tokenizer)
+    sources: Sequence[Source]
+    stages: type[Stages]
+    if settings.format is None:
+        sources = find_sources(inputs, settings.text_key, settings.documents, settings.stdin)
+        stages = Preparation
+    else:
+        sources = find_token_files(inputs, settings)
+        stages = TokenPreparation
     if processes is not None and processes < 1:
         raise UserError(f"processes {processes}: at least 1")
     # Of a symbolic link, the directory is replaced and not the link.
@@ -126,19 +137,15 @@ def prepare(
             _open_spool(spool_directory, identity, overwrite, can_resume) as spool,
         ):
             resumed = spool.counts.read
-            preparation = Preparation(sources, spec, settings, spool, strict, processes, progress)
+            preparation = stages(sources, spec, settings, spool, strict, processes, progress)
             # Before the first document is read, because a tokenizer that cannot be saved would be
             # refused only after all of them.
             preparation.save_existing_tokenizer(staging / TOKENIZER)
             preparation.read()
-            documents = preparation.select(staging)
-            encoder, encoded_blocks = preparation.encode(documents, staging / TOKENIZER)
             for number, source in enumerate(sources):
                 # A resumed start does not read a finished source, so its hash comes from the spool.
                 source.sha256 = spool.sha256[number]
-            report = write_output(
-                staging, documents, encoded_blocks, encoder, compute_identity(), preparation.seconds
-            )
+            report = preparation.write(staging, compute_identity)
             put_in_place(staging, real_output, is_stale=lambda name: name == REMOVED)
             # The spool is not needed any more.
             (spool_directory / COMMITTED).unlink(missing_ok=True)
@@ -213,78 +220,19 @@ def _clear_finished(directory: Path, identity: dict[str, Any], output: Path) -> 
                 shutil.rmtree(directory, ignore_errors=True)
 
 
-class Preparation:
-    """The stages of `prepare` before the output is written.
+class Preparation(Stages):
+    """The stages of texts."""
 
-    Each resumes where an interrupted preparation stopped.
-
-    Attributes:
-        seconds: stage → its duration.
-    """
-
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        spec: TokenizerSpec,
-        settings: PrepareSettings,
-        spool: Spool,
-        strict: bool,
-        processes: int | None,
-        progress: bool,
-    ) -> None:
-        self.sources = sources
-        self.spec = spec
-        self.settings = settings
-        self.spool = spool
-        self.strict = strict
-        # disable=None: a bar on a terminal only.
-        self.bar: Callable[..., tqdm] = partial(
-            tqdm, leave=False, disable=None if progress else True
-        )
-        self.total_bytes = sum(source.size_and_time[0] for source in sources)
-        small = all(source.path is not None for source in sources) and self.total_bytes < _SMALL
-        self.processes = processes or (1 if small else len(os.sched_getaffinity(0)))
-        self.tokenizer = (
-            load_tokenizer(spec.directory, settings.eos) if spec.directory is not None else None
-        )
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        settings = self.settings
         encoder = (
             None if self.tokenizer is None else DocumentEncoder(self.tokenizer, settings.sentences)
         )
         sets = EvaluationSets.read(settings.decontaminate) if settings.decontaminate else None
-        self.processor = BlockProcessor(settings, encoder, sets)
-        self.seconds: dict[str, float] = {}
-
-    def save_existing_tokenizer(self, destination: Path) -> None:
-        """Save the tokenizer, unless it is to be trained.
-
-        This comes before any document is read, because the tokenizer may be refused.
-        """
-        started = time.perf_counter()
-        if self.tokenizer is not None and self.spec.directory is not None:
-            save_tokenizer(self.tokenizer, destination, self.spec.directory)
-            self.seconds["tokenizer"] = time.perf_counter() - started
-
-    def read(self) -> None:
-        """Read all sources into the spool."""
-        started = time.perf_counter()
-        spool = self.spool
-        with self.bar(
-            desc="reading", total=self.total_bytes or None, unit="B", unit_scale=True
-        ) as bar:
-            self._check_strict()
-            # In order, although a later block may be ready first: the spool, and with it the
-            # output, has the same bytes with any number of processes.
-            for block in map_in_order(self.processor, self._missing_blocks(bar), self.processes):
-                spool.append(block)
-                self._check_strict()
-        spool.flush()
-        self.seconds["reading"] = time.perf_counter() - started
+        self.processor: BlockProcessor = BlockProcessor(settings, encoder, sets)
 
     def _missing_blocks(self, bar: tqdm) -> Iterator[tuple[int, RecordBlock, str | None]]:
-        """Yield the blocks that are not in the spool.
-
-        After a source's last block comes an empty one with the source's SHA-256.
-        """
         bytes_before = 0
         for number, source in enumerate(self.sources):
             if number not in self.spool.sha256:
@@ -299,10 +247,14 @@ class Preparation:
                 yield number, RecordBlock(source.name, 0, None, []), source.sha256
             bytes_before += source.size_and_time[0]
 
-    def _check_strict(self) -> None:
-        if self.strict and self.spool.counts.problems:
-            problem = self.spool.counts.problems[0]
-            raise UserError(f"{problem.where}: {problem.detail}")
+    def write(
+        self, staging: Path, compute_identity: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        documents = self.select(staging)
+        encoder, encoded_blocks = self.encode(documents, staging / TOKENIZER)
+        return write_output(
+            staging, documents, encoded_blocks, encoder, compute_identity(), self.seconds
+        )
 
     def select(self, staging: Path) -> DocumentTable:
         """Return the documents of the output, and write `removed.jsonl` if a step can remove

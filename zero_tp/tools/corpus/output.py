@@ -24,6 +24,8 @@ from zero_tp.tools.corpus.show import SPLITS
 from zero_tp.tools.corpus.similarity import exact_duplicates, near_duplicates
 from zero_tp.tools.corpus.spool import DOCUMENT_FACTS, Mask, StoredBlock, split_bytes
 
+ONLY_COPIES = "all documents outside the validation set are copies of documents in it; add others"
+
 
 class DocumentTable:
     """The facts of all stored documents, in the order of the inputs.
@@ -131,26 +133,7 @@ class DocumentTable:
         """
         total = int(self.in_output.sum())
         hashes = self.facts["split_hash"]
-        dropped = ""
-        count = int(validation) if validation >= 1 else max(1, round(validation * total))
-        if self.counts.problems:
-            problem = self.counts.problems[0]
-            dropped = (
-                f" ({self.counts.dropped.total():,} dropped, the first: {problem.where}: "
-                f"{problem.detail})"
-            )
-        if not total:
-            raise UserError(f"no text in {', '.join(self.names)}{dropped}")
-        if total < 2:
-            raise UserError(
-                "the inputs hold 1 document: the split is by document, so give at least 2 (a .txt "
-                "file is one, unless "
-                f"--documents says otherwise){dropped}"
-            )
-        if count >= total:
-            raise UserError(
-                f"validation {validation:g} of {total:,} documents leaves none to train on"
-            )
+        count = validation_count(validation, total, self.names, self.counts)
         # Drawn with five documents and a validation set of 2, then of 1; b and d are equal:
         #
         #     document    a  b  c  d  e
@@ -162,9 +145,7 @@ class DocumentTable:
         largest = np.partition(hashes[self.in_output], count - 1)[count - 1]
         self.in_validation = self.in_output & (hashes <= largest)
         if self.in_validation.sum() == total:
-            raise UserError(
-                "all documents outside the validation set are copies of documents in it; add others"
-            )
+            raise UserError(ONLY_COPIES)
 
     def tokenizer_sample(self, limit: int | None) -> Mask:
         """Select at most `limit` training documents, bool [documents]; None: all.
@@ -180,6 +161,34 @@ class DocumentTable:
         sample = np.zeros(len(training), np.bool_)
         sample[numbers[order[-limit:]]] = True
         return sample
+
+
+def validation_count(
+    validation: float, total: int, names: Sequence[str], counts: RecordCounts
+) -> int:
+    """Return how many of `total` documents to hold out.
+
+    Raises:
+        UserError: none would be left to train on.
+    """
+    count = int(validation) if validation >= 1 else max(1, round(validation * total))
+    dropped = ""
+    if counts.problems:
+        problem = counts.problems[0]
+        dropped = (
+            f" ({counts.dropped.total():,} dropped, the first: {problem.where}: {problem.detail})"
+        )
+    if not total:
+        raise UserError(f"no text in {', '.join(names)}{dropped}")
+    if total < 2:
+        raise UserError(
+            "the inputs hold 1 document: the split is by document, so give at least 2 (a .txt "
+            "file is one, unless "
+            f"--documents says otherwise){dropped}"
+        )
+    if count >= total:
+        raise UserError(f"validation {validation:g} of {total:,} documents leaves none to train on")
+    return count
 
 
 class SplitWriter(IndexedWriter):
@@ -264,14 +273,12 @@ def write_output(
             for text in documents.blocks[number].texts(facts["bytes"], in_validation):
                 texts_file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
     splits = dict(zip(SPLITS, (train.counts, validation.counts), strict=True))
-    _require_tokens(splits)
+    require_tokens(splits)
     seconds["encoding"] = seconds.get("encoding", 0.0) + time.perf_counter() - started
     # With an existing tokenizer the documents were tokenized while they were read.
     encoding = seconds["encoding"] + (
         seconds["reading"] if encoded_blocks is documents.blocks else 0.0
     )
-    # `files` has the hashes of what exists by now. report.json itself and the caches below are not
-    # among them, so a missing cache is no damage.
     report = {
         "identity": identity,
         "inputs": list(documents.names),
@@ -281,19 +288,44 @@ def write_output(
         "end_of_document": encoder.end_of_document,
         "tokenizer": encoder.fingerprint.model_dump(),
         "unigram": unigram(train.frequencies, validation.frequencies),
+    }
+    return write_report(directory, report, (train, validation), seconds, encoding)
+
+
+def write_report(
+    directory: Path,
+    report: dict[str, Any],
+    writers: Sequence[IndexedWriter],
+    seconds: dict[str, float],
+    encoding: float,
+) -> dict[str, Any]:
+    """Complete a report and write it beside the corpora; cache their content.
+
+    Args:
+        writers: of the corpora of `SPLITS`, closed.
+        seconds: durations of the stages.
+        encoding: duration of those that made tokens [s].
+    """
+    hashes = {
+        f"{split}.bin": writer.content.sha256 for split, writer in zip(SPLITS, writers, strict=True)
+    }
+    tokens = sum(writer.tokens for writer in writers)
+    # `files` has the hashes of what exists by now. report.json itself and the caches below are not
+    # among them, so a missing cache is no damage.
+    report |= {
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
-        "tokens_per_second": round(sum(counts["tokens"] for counts in splits.values()) / encoding),
+        "tokens_per_second": round(tokens / encoding),
         "versions": library_versions(),
-        "files": describe_files(directory),
+        "files": describe_files(directory, hashes),
     }
     (directory / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    for split in SPLITS:
+    for split, writer in zip(SPLITS, writers, strict=True):
         # Writes the cache, so the first run need not read the tokens.
-        _ = IndexedCorpus(directory / split).content
+        IndexedCorpus(directory / split).store_content(writer.content)
     return report
 
 
-def _require_tokens(splits: dict[str, dict[str, int]]) -> None:
+def require_tokens(splits: dict[str, dict[str, int]]) -> None:
     for split, counts in splits.items():
         if not counts["tokens"]:
             raise UserError(

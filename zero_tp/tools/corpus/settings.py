@@ -8,12 +8,13 @@ from dataclasses import MISSING, asdict, dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from zero_tp.base.errors import UserError, shown
-from zero_tp.base.options import option
+from zero_tp.base.options import option, options_of
 from zero_tp.base.strict_json import read_json
 from zero_tp.base.validation import ConfigModel, Count, Positive, validate
 from zero_tp.data.documents import file_sha256
@@ -28,11 +29,27 @@ WORD_RULE = 2  # increment it when `similarity.words` changes
 SPOOL_FORMAT = 7  # increment it when the format of a spool changes
 
 
+TOKEN_FORMATS = ("raw", "olmo-core", "datatrove", "llm.c", "litdata", "mds", "ids", "megatron")
+TOKEN_TYPES = ("uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64")
+TOKEN_OPTIONS = ("format", "token_type", "eos_id", "eos_position", "ids_key", "vocab_size")
+"""Fields of `PrepareSettings` that decide how token files are read."""
+_OF_TEXTS = {
+    "text_key": None,
+    "documents": "file",
+    "stdin": "jsonl",
+    "repair": False,
+    "decontaminate": (),
+    "sentences": None,
+    "tokenizer_documents": None,
+}
+"""Fields of `PrepareSettings` that only texts have, with their defaults."""
+
+
 @dataclass(frozen=True)
 class PrepareSettings:
     """Settings that decide the output, together with the inputs; options of `zero-tp prepare`."""
 
-    tokenizer: str = option(
+    tokenizer: str | None = option(
         MISSING,
         "a Hugging Face tokenizer directory or a name on its hub, or a tokenizer to train: a "
         "byte-level BPE of SIZE tokens, or a WordPiece vocabulary for the masked objective, "
@@ -97,6 +114,36 @@ class PrepareSettings:
     tokenizer_documents: int | None = option(
         None, "train the tokenizer on N documents (default: all)", metavar="N"
     )
+    format: str | None = option(
+        None,
+        "the inputs are token files of another trainer, see docs/token_files.md; --tokenizer is "
+        "then the directory of theirs, or left out",
+        choices=TOKEN_FORMATS,
+    )
+    token_type: str | None = option(
+        None, "the type of a token, where the files do not say it", choices=TOKEN_TYPES
+    )
+    eos_id: int | None = option(
+        None, "the id of the files' end-of-text token (default: the tokenizer's)", metavar="ID"
+    )
+    eos_position: str | None = option(
+        None,
+        "cut documents at the end-of-text token, which stands before or after each of them",
+        choices=("before", "after"),
+    )
+    ids_key: str | None = option(
+        None,
+        "the column with the tokens (default: input_ids, tokens, or the only one)",
+        metavar="KEY",
+    )
+    vocab_size: int | None = option(
+        None, "all ids are below N (default: the tokenizer's vocabulary)", metavar="N"
+    )
+    max_document_tokens: int = option(
+        1_000_000,
+        "longer documents show a wrong answer, and are refused (default: 1000000)",
+        metavar="N",
+    )
 
     def enabled_options(self) -> dict[str, Any]:
         """Return the optional settings that are on, with the hashes of the evaluation sets."""
@@ -108,9 +155,16 @@ class PrepareSettings:
             "sentences",
             "eos",
             "tokenizer_documents",
+            *TOKEN_OPTIONS,
         )
         hashes = {"decontaminate": [file_sha256(path) for path in self.decontaminate]}
-        return {name: value for name in names if (value := hashes.get(name, getattr(self, name)))}
+        values = {name: hashes.get(name, getattr(self, name)) for name in names}
+        # An eos id of 0 is a setting, too. A higher limit changes no output.
+        return {
+            name: value
+            for name, value in values.items()
+            if (value or name == "eos_id") and value is not None
+        }
 
 
 @dataclass(frozen=True)
@@ -165,9 +219,9 @@ class Report(ConfigModel):
 
 
 def output_identity(
-    sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings
+    sources: Sequence[Source], spec: TokenizerSpec | None, settings: PrepareSettings
 ) -> dict[str, Any]:
-    """Return everything that decides the output.
+    """Return everything that decides the output; `spec` is None without a tokenizer.
 
     A newer setting is in it only if it is set, so older outputs stay reusable.
     """
@@ -186,7 +240,7 @@ def output_identity(
     return {
         "format": FORMAT,
         "inputs": inputs,
-        "tokenizer": spec.identity(),
+        "tokenizer": spec and spec.identity(),
         "validation": settings.validation,
         "seed": settings.seed,
         "text_key": settings.text_key or "text",
@@ -201,7 +255,7 @@ def output_identity(
 
 
 def spool_identity(
-    sources: Sequence[Source], spec: TokenizerSpec, settings: PrepareSettings
+    sources: Sequence[Source], spec: TokenizerSpec | None, settings: PrepareSettings
 ) -> dict[str, Any]:
     """Return everything that decides the content of a spool, as a JSON object."""
     identity: dict[str, Any] = {
@@ -211,8 +265,10 @@ def spool_identity(
         "sizes and times": [list(source.size_and_time) for source in sources],
         "versions": library_versions(),
         **asdict(settings) | {"decontaminate": []} | settings.enabled_options(),
-        "tokenizer": spec.identity(),
+        "tokenizer": spec and spec.identity(),
     }
+    # A higher limit changes no block.
+    del identity["max_document_tokens"]
     return identity
 
 
@@ -227,21 +283,35 @@ def differing_settings(before: dict[str, Any], now: dict[str, Any]) -> str:
     return ", ".join(sorted(name for name in settings if before.get(name) != now.get(name)))
 
 
-def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
-    """Return the size and the SHA-256 of each file below a directory."""
-    return {
-        str(path.relative_to(directory)): {
-            "bytes": path.stat().st_size,
-            "sha256": file_sha256(path),
-        }
+def describe_files(
+    directory: Path, hashes: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, dict[str, Any]]:
+    """Return the size and the SHA-256 of each file below a directory.
+
+    `hashes` has those that are known already.
+    """
+    names = {
+        str(path.relative_to(directory)): path
         for path in sorted(directory.rglob("*"))
         if path.is_file()
+    }
+    return {
+        name: {"bytes": path.stat().st_size, "sha256": hashes.get(name) or file_sha256(path)}
+        for name, path in names.items()
     }
 
 
 def check_settings(settings: PrepareSettings) -> None:
     """Raise a UserError for the first setting that is out of its range."""
-    trains_tokenizer = TokenizerSpec.parse(settings.tokenizer).directory is None
+    if settings.format is not None:
+        _check_token_settings(settings)
+    elif settings.tokenizer is None:
+        raise UserError("tokenizer: give one, because texts have none")
+    elif names := [name for name in TOKEN_OPTIONS if getattr(settings, name) is not None]:
+        raise UserError(f"{_flag(names[0])} is for token files: give their --format, too")
+    trains_tokenizer = (
+        settings.tokenizer is not None and TokenizerSpec.parse(settings.tokenizer).directory is None
+    )
     check_validation_size(settings.validation)
     checks: dict[str, tuple[object, str]] = {
         "seed": (0 <= settings.seed < 1 << 64, "from 0 to 2^64 - 1"),
@@ -273,6 +343,49 @@ def check_settings(settings: PrepareSettings) -> None:
             raise UserError(f"{name} {getattr(settings, name)!r}: {remedy}")
     if settings.sentences is not None:
         import_optional("sentencex", "splitting sentences")
+
+
+def _check_token_settings(settings: PrepareSettings) -> None:
+    for name, default in _OF_TEXTS.items():
+        if getattr(settings, name) != default:
+            raise UserError(
+                f"{_flag(name)} is for texts: leave it out, because --format {settings.format} "
+                "reads tokens"
+            )
+    if settings.tokenizer and TokenizerSpec.parse(settings.tokenizer).directory is None:
+        raise UserError(
+            f"--tokenizer {settings.tokenizer}: token files have one already: give its directory, "
+            "or leave it out"
+        )
+    checks: dict[str, tuple[object, str]] = {
+        "format": (settings.format in TOKEN_FORMATS, f"one of {', '.join(TOKEN_FORMATS)}"),
+        "token_type": (
+            settings.token_type in (None, *TOKEN_TYPES),
+            f"one of {', '.join(TOKEN_TYPES)}",
+        ),
+        "eos": (
+            settings.eos is None or settings.tokenizer,
+            "a token's text; without --tokenizer give --eos-id",
+        ),
+        "eos_id": (settings.eos_id is None or settings.eos_id >= 0, "at least 0"),
+        "eos_position": (settings.eos_position in (None, "before", "after"), "before or after"),
+        "vocab_size": (settings.vocab_size is None or settings.vocab_size > 0, "at least 1"),
+        "max_document_tokens": (
+            0 < settings.max_document_tokens < 2**31,
+            "from 1 to 2,147,483,647, the format's limit",
+        ),
+        "deduplicate": (
+            settings.deduplicate in (None, "exact"),
+            "exact; near duplicates are found by words, and tokens have none",
+        ),
+    }
+    for name, (valid, remedy) in checks.items():
+        if not valid:
+            raise UserError(f"{_flag(name)} {getattr(settings, name)}: {remedy}")
+
+
+def _flag(name: str) -> str:
+    return options_of(PrepareSettings)[name].all_flags(name)[0]
 
 
 def check_validation_size(validation: float) -> None:

@@ -17,7 +17,9 @@ MAX_SHOWN_CHARACTERS = 400
 """Longer texts are cut: whole documents would fill the terminal."""
 
 
-def show_corpus(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
+def show_corpus(
+    path: Path, sample: int, sequence_length: int, tokenizer_name: str | None = None
+) -> Iterator[str]:
     """Yield the texts of documents and of packed samples of each corpus.
 
     A line that names it comes before each text.
@@ -27,13 +29,15 @@ def show_corpus(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
         sample: how many documents (evenly spread) and how many samples to show of each corpus.
         sequence_length: tokens of a sample; the samples are in corpus order, which training
             shuffles.
+        tokenizer_name: a directory or a name on the hub; None: the one beside the corpus.
     """
     if sample < 1 or sequence_length < 1:
         raise UserError(f"sample {sample}, sequence length {sequence_length}: at least 1")
-    directory = find_tokenizer(None, f"{path}/train") or find_tokenizer(None, str(path))
+    directory = find_tokenizer(tokenizer_name, f"{path}/train") or find_tokenizer(None, str(path))
     if directory is None:
         raise UserError(
-            f"{path}: its tokens can't be decoded: there is no tokenizer/ in it or beside it"
+            f"{path}: its tokens can't be decoded: there is no tokenizer/ in it or beside it; "
+            "name one with --tokenizer"
         )
     prefixes = [
         prefix
@@ -60,7 +64,7 @@ def show_corpus(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
         for i in sorted({n * (documents - 1) // max(1, count - 1) for n in range(count)}):
             ids = corpus.document(i)
             yield f"--- {name}, document {i:,}: {len(ids):,} tokens"
-            yield _shorten(str(tokenizer.decode(ids)))
+            yield shorten(str(tokenizer.decode(ids)))
         length = min(sequence_length, tokens)
         for window in range(min(sample, tokens // length) if length else 0):
             start = window * length
@@ -79,9 +83,10 @@ def show_corpus(path: Path, sample: int, sequence_length: int) -> Iterator[str]:
                     else f", from its token {start + begin - first:,} on"
                 )
                 yield f"[document {numbers[begin]:,}{offset}]"
-                yield _shorten(str(tokenizer.decode(ids[begin:end])))
+                yield shorten(str(tokenizer.decode(ids[begin:end])))
 
 
-def _shorten(text: str) -> str:
+def shorten(text: str) -> str:
+    """Return the beginning of a text, and how much more there is."""
     more = len(text) - MAX_SHOWN_CHARACTERS
     return f"{text[:MAX_SHOWN_CHARACTERS]}… {more:,} more characters" if more > 0 else text

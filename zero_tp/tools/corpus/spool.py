@@ -37,10 +37,18 @@ an evaluation set.
 """
 BLOCKS = "blocks"
 COMMITTED = "committed"
-COLUMNS = ("documents", "texts", "sketches", "sizes", "tokens", "sentences")
+COLUMNS = (
+    *("documents", "texts", "sketches", "sizes", "tokens", "sentences"),
+    *("split_hashes", "content_hashes", "places", "starts", "parts", "bounds"),
+)
 """A block's columns: its documents' `DOCUMENT_FACTS`, compressed texts and sketches; once they are
 tokenized, the tokens per document (int64), all tokens, and whether a sentence begins with each
 token (bool).
+
+Those of token files (`tokens.documents`) are "sizes" without the end-of-text token, "tokens" as
+they were read, "sentences", and the last six: two hashes a document (uint64, V16), its place and
+its start in the block's tokens (int64), the parts of files that the block's tokens are in, if it
+has no "tokens" (JSON), and the smallest and largest id (int64).
 """
 
 

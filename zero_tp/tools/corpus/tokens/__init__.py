@@ -1,0 +1,1 @@
+"""Make corpora of token files of other trainers, without text."""
