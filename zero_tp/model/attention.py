@@ -279,8 +279,8 @@ class Attention(ElementwiseModule):
         self.rotates_first = spec.rotates_before_norm
         # The parts of a fused weight are all split. With fewer KV heads K and V may have to be
         # replicated, which rows of a split weight cannot be.
-        fused = spec.kv_heads == spec.heads
-        projection: type[FusedQKV | GroupedQKV] = FusedQKV if fused else GroupedQKV
+        projection: type[FusedQKV | GroupedQKV] = FusedQKV if spec.fuses_qkv else GroupedQKV
+        self.output_gate = spec.output_gate
         self.qkv = projection(make.child("qkv"), spec)
         self.core = CORES[spec.attention](spec, streams)
         self.output = RowParallelLinear(
@@ -330,6 +330,9 @@ class Attention(ElementwiseModule):
             rotation=rotation if rotates_product else None,
             ops=self.elementwise,
         )
+        gate = None
+        if self.output_gate:
+            query, gate = query.chunk(2, -1)
         # Norm, clip, rotation: the order of transformers' OLMoE.
         query = self.query_norm(query)
         key = self.key_norm(key)
@@ -345,4 +348,7 @@ class Attention(ElementwiseModule):
         value = self.qkv.repeat_for_queries(value)
         # Layers with the same window share one mask, which is built once a forward.
         attended = self.core(query, key, value, mask=context.masks[self.window])  # [b, a/t, s, d]
-        return self.output(attended.permute(2, 0, 1, 3).flatten(2), sequence=context.sequence)
+        attended = attended.permute(2, 0, 1, 3).flatten(2)
+        if gate is not None:
+            attended = attended * torch.sigmoid(gate.permute(2, 0, 1, 3).flatten(2))
+        return self.output(attended, sequence=context.sequence)

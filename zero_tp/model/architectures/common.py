@@ -171,7 +171,7 @@ def experts(config: PretrainedConfig) -> ExpertsSpec:
     return ExpertsSpec(
         count,
         per_token,
-        size=getattr(config, "moe_intermediate_size", config.intermediate_size),
+        size=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
         # Mixtral's class has no such field and normalises; another table passes its own spec.
         normalised=getattr(config, "norm_topk_prob", True),
         loss_weight=config.router_aux_loss_coef if config.output_router_logits else None,

@@ -89,6 +89,44 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True)
+class GatedDeltaSpec:
+    """The linear attention of layers whose mixer is "gated_delta" (arXiv 2412.06464).
+
+    Attributes:
+        key_heads, value_heads: each key head, which also has a query, serves value_heads /
+            key_heads value heads.
+        key_size, value_size: features of a key, and of a value.
+        kernel: tokens that the short convolution sees, the present one included.
+        norm_epsilon: of the norm of a head's output.
+        largest_beta: a token replaces up to this share of what its key reads from the state; above
+            1 the state's transition has negative eigenvalues (arXiv 2411.12537).
+        initial_decay: (lowest, highest) initial exp(A_log), drawn uniformly.
+        initial_step: (lowest, highest) initial softplus(dt_bias), whose logarithm is drawn
+            uniformly, and its floor; None: dt_bias is 1.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    kernel: int
+    norm_epsilon: float
+    largest_beta: float = 1.0
+    initial_decay: tuple[float, float] = (0.01, 16.0)
+    initial_step: tuple[float, float, float] | None = None
+
+    @property
+    def keys(self) -> int:
+        """Return the features of all keys, or of all queries."""
+        return self.key_heads * self.key_size
+
+    @property
+    def values(self) -> int:
+        """Return the features of all values."""
+        return self.value_heads * self.value_size
+
+
+@dataclass(frozen=True)
 class TransformerSpec:
     """The choices that define one transformer.
 
@@ -102,11 +140,15 @@ class TransformerSpec:
         position: "learned" or "rotary".
         mlps: a name in MLPS for each layer.
         mixers: a name in MIXERS for each layer: how tokens read others.
+        gated_delta: settings of the layers whose mixer is "gated_delta".
+        mixed_layers: a name in LAYERS for each layer, if they differ; else all are `layer`.
         experts: settings of the layers whose MLP is "experts"; `mlp_size` is the width of dense
             MLPs.
         rotaries: for each layer, settings of the position "rotary"; None: it does not rotate.
         activation: the MLP's elementwise function.
         qkv_bias, output_bias, mlp_bias: which linear layers have biases.
+        output_gate: the query projection also makes a gate for each feature, whose sigmoid scales
+            the attention's output.
         query_key_norm: a norm of queries and keys, over each head's d features ("heads") or all
             heads' ("whole").
         rotates_before_norm: queries and keys are rotated, then normed.
@@ -157,7 +199,10 @@ class TransformerSpec:
     rotaries: tuple[Rotary | None, ...]
     mixers: tuple[str, ...]
     experts: ExpertsSpec | None = None
+    gated_delta: GatedDeltaSpec | None = None
     layer: str = "sequential"
+    mixed_layers: tuple[str, ...] = ()
+    output_gate: bool = False
     query_key_norm: Literal["none", "heads", "whole"] = "none"
     clip: float | None = None
     padding_token: int | None = None
@@ -198,6 +243,20 @@ class TransformerSpec:
         They have no dropout.
         """
         return self.dropouts.attention == 0 and self.head_size in FLEX_HEAD_SIZES
+
+    @property
+    def fuses_qkv(self) -> bool:
+        """Return whether Q, K and V are one weight, whose parts TP splits alike."""
+        return self.kv_heads == self.heads and not self.output_gate
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Return each layer's name in LAYERS."""
+        return self.mixed_layers or (self.layer,) * self.layers
+
+    def mixed_by(self, mixer: str) -> tuple[int, ...]:
+        """Return the numbers of the layers with this mixer."""
+        return tuple(number for number, name in enumerate(self.mixers) if name == mixer)
 
     @property
     def mlp_matrices(self) -> int:
@@ -251,6 +310,8 @@ class TransformerSpec:
             problem = "this model limits Q and K (clip_qkv), so scores do not follow their weights"
         elif self.score_cap is not None:
             problem = "this model caps its scores, which bounds them already"
+        elif self.gated_delta is not None:
+            problem = "layers of linear attention have no softmax, whose scores it bounds"
         elif not self.causal:
             problem = "an encoder's rows are padded, and scores of padding would count"
         if problem:
@@ -269,6 +330,9 @@ class TransformerSpec:
         sizes = {"heads": self.heads, "MLP width": self.mlp_size if self.dense_layers else 0}
         if self.experts is not None:
             sizes |= {"expert width": self.experts.size, "shared expert width": self.experts.shared}
+        if self.gated_delta is not None:
+            # A rank has whole key heads, and the value heads that they serve.
+            sizes["linear key heads"] = self.gated_delta.key_heads
         for name, size in sizes.items():
             if size % tensor:
                 mismatch = f"{name} {size} ≠ tensor {tensor} × {size / tensor:.4g} a rank"

@@ -33,6 +33,8 @@ class Weight:
             dimension where ours has one.
         heads: Hugging Face interleaves Q, K and V by head, [heads, 3, d, …], where our parameter is
             [3, heads, d, …].
+        head_rows: rows of each part of a head, if they are not three of one size.
+        sizes: rows of each of the tensors of `hf_name`, if they differ.
         rows: (start, stop, total): our parameter is rows [start, stop) of a tensor of `total` rows.
         experts: our parameter stacks this number of matrices, [experts, out, in]; `hf_name` lists
             them by expert. None for a file that stacks them, too.
@@ -47,6 +49,8 @@ class Weight:
     hf_name: str | tuple[str, ...]
     form: Form = "ours"
     heads: int | None = None
+    head_rows: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
     rows: tuple[int, int, int] | None = None
     experts: int | None = None
     native_name: str | None = None
@@ -98,26 +102,36 @@ class Weight:
             theirs  q0 k0 v0 q1 k1 v1
         """
         if self.heads is not None:
-            size = rows // (3 * self.heads)
+            sizes = self.head_rows or (rows // (3 * self.heads),) * 3
+            starts = (0, *itertools.accumulate(sizes))
             spans = tuple(
-                Span((part * self.heads + head) * size, (head * 3 + part) * size, size)
-                for part, head in itertools.product(range(3), range(self.heads))
+                Span(self.heads * start + head * size, head * starts[-1] + start, size)
+                for (start, size), head in itertools.product(
+                    zip(starts, sizes, strict=False), range(self.heads)
+                )
             )
             return {self.names[0]: Spans(spans, rows, rows)}
         if self.rows is not None:
             start, _, total = self.rows
             return {self.names[0]: Spans((Span(0, start, rows),), rows, total)}
-        size = rows // len(self.names)
-        runs = (Span(index * size, 0, size) for index in range(len(self.names)))
-        return {name: Spans((run,), rows, size) for name, run in zip(self.names, runs, strict=True)}
+        sizes = self.sizes or (rows // len(self.names),) * len(self.names)
+        starts = (0, *itertools.accumulate(sizes))
+        return {
+            name: Spans((Span(start, 0, size),), rows, size)
+            for name, start, size in zip(self.names, starts, sizes, strict=False)
+        }
 
     def shapes(self, whole: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of Hugging Face's tensors, given our whole parameter's shape."""
         whole = (whole[0] * whole[1], whole[2]) if self.experts else whole
         rows = self.rows[2] if self.rows else whole[0] // len(self.names)
-        part = (rows, *whole[1:])
-        stored = {"ours": part, "transposed": part[::-1], "scalar": ()}[self.form]
-        return dict.fromkeys(self.names, stored)
+        sizes = self.sizes or (rows,) * len(self.names)
+
+        def stored(rows: int) -> tuple[int, ...]:
+            part = (rows, *whole[1:])
+            return {"ours": part, "transposed": part[::-1], "scalar": ()}[self.form]
+
+        return {name: stored(size) for name, size in zip(self.names, sizes, strict=True)}
 
     def from_stored(self, tensor: Tensor) -> Tensor:
         """Return Hugging Face's tensor in the form of our parameters, a view."""
