@@ -41,7 +41,7 @@ from zero_tp.model.architectures.configs import (
     read_config_json,
     refuse_quantized,
 )
-from zero_tp.model.weights.stacked_experts import unstack_experts
+from zero_tp.model.weights.stacked_experts import divide_by_sizes, unstack_experts
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init, SeededInit, whole_slice
 from zero_tp.parallel.safetensors_files import DTYPE_NAMES
@@ -124,7 +124,8 @@ class PretrainedSource:
         self.generation = generation_config(directory)
         native = native_model(config)
         expected = stored_shapes(native, config)
-        self.tensors = unstack_experts(tensors, self.weights.values(), native, directory)
+        unstacked = unstack_experts(tensors, self.weights.values(), native, directory)
+        self.tensors = divide_by_sizes(unstacked, self.weights.values(), directory)
         self.file_names = _match_names(
             self.tensors, expected.keys(), architecture_of(config), directory
         )
