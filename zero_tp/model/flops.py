@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from zero_tp.model.architectures.spec import CHUNK
+
 if TYPE_CHECKING:
     from zero_tp.model.architectures.spec import TransformerSpec
 
@@ -29,14 +31,21 @@ def layer_products(spec: TransformerSpec) -> float:
 
     Experts count only if they compute the token; routers and the shared experts' gates count too.
     """
-    # Queries and the output projection, keys and values.
-    attention = spec.hidden * spec.head_size * (2 * spec.heads + 2 * spec.kv_heads)
+    # Queries, the output projection and the gate of its input, keys and values.
+    of_heads = (2 + spec.output_gate) * spec.heads + 2 * spec.kv_heads
+    mixers = len(spec.mixed_by("attention")) * spec.hidden * spec.head_size * of_heads
+    delta = spec.gated_delta
+    if delta is not None:
+        columns = 2 * delta.keys + 2 * delta.values + 2 * delta.value_heads
+        convolution = delta.kernel * (2 * delta.keys + delta.values)
+        matrices = spec.hidden * (columns + delta.values) + convolution
+        mixers += len(spec.mixed_by("gated_delta")) * matrices
     choices = 0
     if spec.experts is not None:
         has_gate = spec.experts.shared > 0 and spec.experts.shared_gate
         choices = spec.experts.count + has_gate
     routers = spec.hidden * choices * len(spec.expert_layers) / spec.layers
-    return attention + routers + spec.mlp_matrices * spec.hidden * spec.active_width
+    return mixers / spec.layers + routers + spec.mlp_matrices * spec.hidden * spec.active_width
 
 
 def head_products(spec: TransformerSpec) -> int:
@@ -44,6 +53,30 @@ def head_products(spec: TransformerSpec) -> int:
     layer's before it.
     """
     return spec.hidden * (spec.vocabulary + (0 if spec.causal else spec.hidden))
+
+
+def attention_core(spec: TransformerSpec, batch: int, length: int) -> float:
+    """Return the FLOPs of one layer's QKᵀ and product with V; masked scores count, too."""
+    # Two FLOPs a multiply-add each.
+    return 4.0 * batch * length**2 * spec.heads * spec.head_size
+
+
+def delta_core(spec: TransformerSpec, batch: int, length: int) -> float:
+    """Return the FLOPs of one layer's gated delta rule in its chunks (model/gated_delta.py)."""
+    delta = spec.gated_delta
+    if delta is None:
+        return 0.0
+    tokens = batch * -(-length // CHUNK) * CHUNK
+    # Of a chunk's tokens with each other, for each key head: products of keys, and of queries and
+    # keys.
+    pairs = 4.0 * CHUNK * delta.keys
+    # For each value head: its part of the triangular solve, a multiply-add of which is needed for
+    # half of the pairs, and scores times corrections.
+    features = delta.value_heads * (delta.key_size + delta.value_size)
+    corrections = CHUNK * (features + 2.0 * delta.values)
+    # Two reads of the state, and its update.
+    state = 6.0 * delta.key_size * delta.values
+    return tokens * (pairs + corrections + state)
 
 
 def forward_flops(
@@ -57,8 +90,9 @@ def forward_flops(
         label_fraction: share of the tokens that go through the head.
     """
     tokens = batch * length
-    # QKᵀ and the product with V, two FLOPs a multiply-add each.
-    core = 4.0 * tokens * length * spec.heads * spec.head_size
+    cores = len(spec.mixed_by("attention")) * attention_core(spec, batch, length)
+    cores += len(spec.mixed_by("gated_delta")) * delta_core(spec, batch, length)
+    core = cores / spec.layers
     return ForwardFlops(
         2.0 * tokens * layer_products(spec),
         core,

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from zero_tp.model.architectures.spec import GatedDeltaSpec, TransformerSpec
+from zero_tp.model.architectures.spec import CHUNK, GatedDeltaSpec, TransformerSpec
 from zero_tp.model.context import ForwardContext
 from zero_tp.model.rms_norm import RMSNorm
 from zero_tp.parallel.layout import Sharded
@@ -30,8 +30,6 @@ from zero_tp.parallel.linear import RowParallelLinear, column_parallel_linear
 from zero_tp.parallel.parameter import ConstantInit, MappedUniform, Normal, ParameterMaker
 from zero_tp.parallel.random import RandomStreams
 
-CHUNK = 64
-"""Tokens of a chunk, as in transformers and in `fla`."""
 UNIT_EPSILON = 1e-6
 """Of the squared length by which queries and keys are divided."""
 

@@ -18,6 +18,7 @@ FIELDS = common.fields(
     choices=qwen3_next.CHOICES,
     read=("pad_token_id", "attention_bias", "output_router_logits", "router_aux_loss_coef"),
     irrelevant=qwen3_next.IRRELEVANT,
+    undeclared=qwen3_next.UNDECLARED,
 )
 
 

@@ -23,6 +23,7 @@ FIELDS = common.fields(
     choices=qwen3_next.CHOICES,
     read=("pad_token_id", "attention_bias"),
     irrelevant=qwen3_next.IRRELEVANT,
+    undeclared=qwen3_next.UNDECLARED,
 )
 spec = partial(qwen3_next.spec, unread=UNREAD)
 

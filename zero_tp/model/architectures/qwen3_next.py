@@ -30,7 +30,8 @@ SIZES = (
     "linear_num_key_heads",
     "linear_num_value_heads",
 )
-IRRELEVANT = {"full_attention_interval": "layer_types decides"}
+IRRELEVANT = {"full_attention_interval": "layer_types decides, which the class makes of it"}
+UNDECLARED = {"full_attention_interval": int}
 CHOICES = {"layer_types": (common.FULL, LINEAR)}
 
 FIELDS = common.fields(
@@ -38,6 +39,7 @@ FIELDS = common.fields(
     choices=CHOICES,
     read=(*qwen2_moe.READ, "attention_bias"),
     irrelevant=IRRELEVANT,
+    undeclared=UNDECLARED,
 )
 
 

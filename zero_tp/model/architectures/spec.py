@@ -16,6 +16,8 @@ MLP_MATRICES = {"mlp": 2, "xielu": 2, "gated": 3, "experts": 3}
 """Name of an MLP → the number of its matrices, or of one expert's: up, down, and a gate's."""
 
 
+CHUNK = 64
+"""Tokens of a chunk of the gated delta rule, as in transformers and in `fla`."""
 FLEX_HEAD_SIZES = range(16, 257, 16)
 """Of the kernels of `flex_attention`; with others the scores are computed eagerly."""
 CORRECTED_ROUTERS = ("sigmoid", "biased_softmax")
