@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.compare import grid
+from tests.support.decoders import without_router_logits
 from tests.support.native import check_gradients, parallel_model, perturbed
 from tests.support.packed import packed_kernels
 from tests.support.packed_documents import (
@@ -167,12 +168,14 @@ def test_packed_documents_equal_documents_apart(
 
 
 NEWER = ["cohere2", "exaone4", "gemma2", "gemma3_text", "glm4", "nanochat", "olmo3", "smollm3"]
+NEWER += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"]
 
 
-@pytest.mark.parametrize("model_type", in_tiers(NEWER, ["gemma2", "olmo3"]))
+@pytest.mark.parametrize("model_type", in_tiers(NEWER, ["gemma2", "olmo3", "qwen3_next"]))
 def test_packed_documents_of_other_parts(model_type: str, seed: int) -> None:
     """Soft caps, layers of two types, several rotations or none."""
-    config = AutoConfig.for_model(**general_fields(model_type))
+    fields = general_fields(model_type) | without_router_logits(model_type)
+    config = AutoConfig.for_model(**fields)
     config._attn_implementation = "eager" if model_type == "gemma2" else "sdpa"
     torch.manual_seed(seed)
     reference = perturbed(AutoModelForCausalLM.from_config(config).eval())

@@ -11,6 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from zero_tp.model.architectures import ARCHITECTURES
 from zero_tp.model.architectures.common import FULL, SLIDING
 from zero_tp.model.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG
+from zero_tp.model.architectures.qwen3_next import LINEAR
 
 MODEL_TYPES = sorted(ARCHITECTURES)
 CAUSAL_TYPES = [name for name in MODEL_TYPES if ARCHITECTURES[name].causal]
@@ -36,6 +37,12 @@ SIZES = {
         "moe_k": 1,
         "moe_layer_start_index": 0,
     },
+    **{
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
 }
 
 
@@ -46,6 +53,8 @@ def tiny_fields(model_type: str, vocabulary: int) -> dict[str, Any]:
     declared = AutoConfig.for_model(model_type).to_dict()
     wanted = GPT2 if model_type == "gpt2" else SIZES
     fields = {name: value for name, value in wanted.items() if name in declared}
+    if "linear_conv_kernel_dim" in declared:
+        fields |= {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL]}
     tokens = {
         name: 0
         for name in ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -87,6 +96,11 @@ GENERAL_SIZES: dict[str, Any] = {
     "moe_layer_end_index": 2,
     "moe_norm_min": 0.9,
     "clip_qkv": 2.0,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
     "max_position_embeddings": 32,
     "use_sliding_window": True,
     "sliding_window": 5,
@@ -105,6 +119,9 @@ def general_fields(model_type: str) -> dict[str, Any]:
     declared = {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
     known = (declared | fields.undeclared.keys()) & set(fields.names())
     types = {"layer_types": [SLIDING, FULL, SLIDING]} if "layer_types" in known else {}
+    if "linear_conv_kernel_dim" in known:
+        # See `_linear_attention_fields` of decoders.py.
+        types = {"layer_types": [LINEAR, FULL, LINEAR], "rms_norm_eps": 0.05}
     if "max_window_layers" in known:  # it decides
         types = {}
     return {

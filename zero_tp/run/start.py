@@ -196,6 +196,7 @@ def _describe_run(
         yield f"weights: loaded from {config.pretrained}"
         if source.new_heads:
             yield source.describe_new_heads()
+        yield from source.left_out
     elif source is None:
         yield f"weights: drawn from the seed {config.zero_tp.training.seed}"
     yield f"devices: {describe_devices(engine.device, engine.topology.world)}"

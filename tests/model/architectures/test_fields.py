@@ -84,6 +84,11 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "moe_layer_end_index": (1, -1, 0, None),
     "moe_norm_min": (1e-12, 0.0, None),
     "mlp_only_layers": ([1], [0, 7], None, [0, 1, 2], [-1]),
+    "linear_num_key_heads": (4, 1, 3, 0),
+    "linear_num_value_heads": (2, 6, 3, 0),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (4, 0)),
+    "linear_conv_kernel_dim": (4, 1, 0),
+    "full_attention_interval": (2,),
     "clip_qkv": (0.5, None, -1.0),
     "type_vocab_size": (4, 0),
     "classifier_dropout": (0.3,),
@@ -145,9 +150,12 @@ VALUES: dict[str, tuple[Any, ...]] = {
 # What a field does not fit to.
 OTHER_SIDE = (
     "num_experts_per_tok|n_group|topk_group|moe_k|moe_layer_start_index|rope_parameters|rotary_pct|"
-    "hidden_size|n_embd|num_key_value_heads"
+    "hidden_size|n_embd|num_key_value_heads|linear_num_value_heads"
 )
-NOT_IN_OUTPUT = ("max_position_embeddings", "initializer_range")
+NOT_IN_OUTPUT = (
+    *("max_position_embeddings", "initializer_range", "linear_a_log_min", "linear_a_log_max"),
+    *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
+)
 ALMOST_ALL = 1 - 1e-12  # of a dropout: nothing is left of what it drops, in both models alike
 
 

@@ -272,11 +272,13 @@ def architecture(
     native_class: str,
     weights: Callable[[TransformerSpec], tuple[Weight, ...]] = weights,
     obsolete_tensors: tuple[str, ...] = (),
+    **attributes: Any,
 ) -> Architecture:
     """Return the table of a decoder whose weights have Llama's names, or `weights`.
 
     Args:
         obsolete_tensors: more than those of every decoder.
+        attributes: others of Architecture.
     """
     return Architecture(
         fields=fields,
@@ -289,4 +291,5 @@ def architecture(
             r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # computed from the config
             *obsolete_tensors,
         ),
+        **attributes,
     )

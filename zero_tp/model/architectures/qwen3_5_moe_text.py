@@ -28,5 +28,9 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
 
 
 ARCHITECTURE = common.architecture(
-    FIELDS, spec, "Qwen3_5MoeForCausalLM", qwen3_5_text.weights
+    FIELDS,
+    spec,
+    "Qwen3_5MoeForCausalLM",
+    qwen3_5_text.weights,
+    **qwen3_5_text.FILES,
 )

@@ -34,4 +34,9 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
     return llama_names.weights(spec, mixer_weights(spec, of_delta))
 
 
-ARCHITECTURE = common.architecture(FIELDS, spec, "Qwen3_5ForCausalLM", weights)
+FILES = {
+    "untrained_parts": qwen3_next.MULTI_TOKEN,
+    # As transformers saves the text model of one that reads pictures.
+    "other_prefixes": {"model.language_model.": "model."},
+}
+ARCHITECTURE = common.architecture(FIELDS, spec, "Qwen3_5ForCausalLM", weights, **FILES)

@@ -102,4 +102,7 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
     return llama_names.weights(spec, mixer_weights(spec, of_delta))
 
 
-ARCHITECTURE = common.architecture(FIELDS, spec, "Qwen3NextForCausalLM", weights)
+MULTI_TOKEN = {r"mtp\..*": "multi-token prediction"}
+ARCHITECTURE = common.architecture(
+    FIELDS, spec, "Qwen3NextForCausalLM", weights, untrained_parts=MULTI_TOKEN
+)

@@ -215,8 +215,11 @@ class Architecture:
         base_prefix: prefix of names in the class with a head; files of the bare model lack it.
         obsolete_tensors: patterns of buffers that older versions saved, without the prefix. They
             are ignored.
+        untrained_parts: pattern of tensors that files may have, without the prefix → what they are
+            of. They are left out.
         optional_heads: head → pattern of its tensors. Files may lack it; it is then initialised
             from the seed.
+        other_prefixes: prefix of tensor names in some files → prefix in others.
         obsolete_suffixes: suffix of tensor names in old files → suffix in the class.
     """
 
@@ -228,7 +231,9 @@ class Architecture:
     base_prefix: str
     masked_lm_class: str | None = None
     obsolete_tensors: tuple[str, ...] = ()
+    untrained_parts: Mapping[str, str] = field(default_factory=dict)
     optional_heads: Mapping[str, str] = field(default_factory=dict)
+    other_prefixes: Mapping[str, str] = field(default_factory=dict)
     obsolete_suffixes: Mapping[str, str] = field(default_factory=dict)
     file_names: Mapping[str, str] = field(default_factory=dict)
 

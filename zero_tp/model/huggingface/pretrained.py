@@ -90,6 +90,8 @@ class PretrainedWeights(ParallelModel, PreTrainedModel):
         source = PretrainedSource(files, config, allow_pickle=allow_pickle, seed=seed)
         if source.new_heads:
             warnings.warn(source.describe_new_heads(), stacklevel=2)
+        for line in source.left_out:
+            warnings.warn(line, stacklevel=2)
         if dtype == "auto":
             dtype = config.dtype or next(
                 tensor.dtype for tensor in source.tensors.values() if tensor.is_floating_point()

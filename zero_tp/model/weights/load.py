@@ -107,6 +107,7 @@ class PretrainedSource:
 
     Attributes:
         new_heads: descriptions of those heads.
+        left_out: descriptions of parts of the files that the model lacks.
     """
 
     def __init__(
@@ -118,7 +119,9 @@ class PretrainedSource:
         seed: int = 0,
     ):
         self.directory = directory
-        tensors = open_weights(directory, allow_pickle)
+        tensors = _with_usual_prefixes(
+            open_weights(directory, allow_pickle), architecture_of(config), directory
+        )
         _check_layers(directory, config, tensors)
         self.weights = {weight.our_name: weight for weight in weights_of(config)}
         self.generation = generation_config(directory)
@@ -129,6 +132,10 @@ class PretrainedSource:
         self.file_names = _match_names(
             self.tensors, expected.keys(), architecture_of(config), directory
         )
+        self.left_out = [
+            f"{directory}: left out: {count} tensors of {part}, such as {example}; exports lack them"
+            for part, (count, example) in _untrained(self.tensors, architecture_of(config)).items()
+        ]
         aliases = aliases_of(config)
         # Old files hold an alias as well as its source, those of `safetensors.torch.save_model` one
         # of them.
@@ -262,14 +269,41 @@ def _match_names(
     return file_names
 
 
+def _with_usual_prefixes(
+    tensors: Mapping[str, Tensor], architecture: Architecture, directory: Path
+) -> Mapping[str, Tensor]:
+    """Return the tensors with names as if no file had `other_prefixes`."""
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        usual = name
+        for prefix, other in architecture.other_prefixes.items():
+            if name.startswith(prefix):
+                usual = other + name.removeprefix(prefix)
+        if usual in renamed:
+            raise UserError(f"{directory}: tensor {name}: there is a second {usual}")
+        renamed[usual] = tensor
+    return renamed
+
+
+def _untrained(tensors: Collection[str], architecture: Architecture) -> dict[str, tuple[int, str]]:
+    """Return each part of the files that is left out → the number of its tensors, and one's name."""
+    parts = {}
+    for pattern, part in architecture.untrained_parts.items():
+        if names := sorted(name for name in tensors if re.fullmatch(pattern, name)):
+            parts[part] = len(names), names[0]
+    return parts
+
+
 def _is_ignorable(name: str, architecture: Architecture) -> bool:
-    """Return whether a tensor belongs to an optional head or is an obsolete buffer.
+    """Return whether a tensor belongs to an optional head or an untrained part, or is an obsolete
+    buffer.
 
     Args:
         name: with the prefix.
     """
     patterns = [
         *architecture.optional_heads.values(),
+        *architecture.untrained_parts,
         *(re.escape(architecture.base_prefix) + old for old in architecture.obsolete_tensors),
     ]
     bare = name.removeprefix(architecture.base_prefix)
