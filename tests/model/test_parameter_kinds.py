@@ -25,7 +25,7 @@ KINDS: list[tuple[str, Kind]] = [
     (r"embed|wte|wpe", "embedding"),
     (r"lm_head|embed_out|seq_relationship", "output"),
     (r"mlp\.gate\.|block_sparse_moe\.gate\.|router\.layer\.|shared_expert_gate", "router"),
-    (r"act_fn", "other"),
+    (r"act_fn|conv1d|A_log", "other"),
     (r".", "matrix"),
 ]
 """Patterns of Hugging Face's names, of which the first counts, and kinds."""
@@ -71,13 +71,19 @@ def test_what_a_part_of_another_class_makes_is_other_and_does_not_decay() -> Non
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_without_entries_everything_but_vectors_decays(model_type: str) -> None:
-    """In the order in which DeepSpeed flattens the parameters."""
+    """In the order in which DeepSpeed flattens the parameters. A convolution's kernels are rows of
+    few elements, and do not decay either.
+    """
     model = model_of(model_type)
     groups = optimizer_groups(model, (), OptimizerParams(lr=0.0, weight_decay=0.1))
     parameters = list(model.parameters())
+
+    def decays(parameter: torch.Tensor) -> bool:
+        shape = whole_shape(parameter)
+        return len(shape) > 1 and not (len(shape) == 3 and shape[1] == 1)
+
     by_dimensions: list[list[torch.Tensor]] = [
-        [one for one in parameters if (len(whole_shape(one)) > 1) == is_matrix]
-        for is_matrix in (True, False)
+        [one for one in parameters if decays(one) == is_matrix] for is_matrix in (True, False)
     ]
     assert by_dimensions[0]
     if not by_dimensions[1]:

@@ -118,10 +118,14 @@ def general_fields(model_type: str) -> dict[str, Any]:
     fields, aliases = ARCHITECTURES[model_type].fields, CONFIG_MAPPING[model_type].attribute_map
     declared = {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
     known = (declared | fields.undeclared.keys()) & set(fields.names())
-    types = {"layer_types": [SLIDING, FULL, SLIDING]} if "layer_types" in known else {}
+    types: dict[str, Any] = {}
+    if "layer_types" in known:
+        types = {"layer_types": [SLIDING, FULL, SLIDING]}
     if "linear_conv_kernel_dim" in known:
         # See `_linear_attention_fields` of decoders.py.
-        types = {"layer_types": [LINEAR, FULL, LINEAR], "rms_norm_eps": 0.05}
+        types = {"layer_types": [LINEAR, FULL, LINEAR], "rms_norm_eps": 0.1}
+        if CONFIG_MAPPING[model_type]().rope_parameters.get("partial_rotary_factor") is not None:
+            types["partial_rotary_factor"] = 0.5  # of 0.25 one pair turns, by any rope_theta
     if "max_window_layers" in known:  # it decides
         types = {}
     return {

@@ -380,6 +380,10 @@ class GatedDeltaNet(nn.Module):
         if self.largest_beta != 1.0:
             beta = beta * self.largest_beta
         decay = -self.A_log.float().exp() * F.softplus(steps.float() + self.dt_bias)
+        for part in (decay, beta):
+            # As where backward computes the core again: other strides would give other bits.
+            if part.requires_grad:
+                part.register_hook(Tensor.contiguous)
         ids = None if context.sequence_ids is None else context.sequence_ids.t().unsqueeze(-1)
         # Before the convolution's state is updated: the cache knows by that whether it has both.
         cache = context.cache

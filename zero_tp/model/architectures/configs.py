@@ -95,6 +95,8 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
         ]
         if "rope_parameters" in why:
             causes = causes or [name for name in ROPE if name in fields]  # its older names
+        if "attention layer" in why or "_attention' layer" in why:
+            causes = causes or [name for name in fields if name == "layer_types"]
         key = f"{MODEL_KEY}.{causes[-1]}" if causes else MODEL_KEY
         raise ConfigError(
             key, f"{config_class.__name__} refuses it ({one_line(why, 200)})", "correct that field"
