@@ -46,12 +46,8 @@ class DeltaProjection(nn.Module):
         init = Normal(spec.init_std)
         parts = (delta.keys, delta.keys, delta.values, delta.values)
         gates = (delta.value_heads,) * 2
-        self.qkvz = make.parameter(
-            "qkvz", (sum(parts), spec.hidden), Sharded(0, parts), init
-        )
-        self.gates = make.parameter(
-            "gates", (sum(gates), spec.hidden), Sharded(0, gates), init
-        )
+        self.qkvz = make.parameter("qkvz", (sum(parts), spec.hidden), Sharded(0, parts), init)
+        self.gates = make.parameter("gates", (sum(gates), spec.hidden), Sharded(0, gates), init)
 
     def forward(self, tensor: Tensor, *, sequence: bool) -> tuple[Tensor, Tensor]:
         """Project [s, b, h], a sequence shard when `sequence`: one f, or one g, for both."""

@@ -41,7 +41,6 @@ class Normal:
     std: float
     zero_row: int | None = None
 
-
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
         """Return fp32 elements on the CPU."""
         # zero.Init patches torch.empty and others to use the run's dtype, but not torch.normal.

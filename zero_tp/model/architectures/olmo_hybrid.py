@@ -1,5 +1,5 @@
-"""olmo_hybrid is Hugging Face's OlmoHybridForCausalLM: OLMo 3's attention in one of four layers, the
-gated delta rule between norms of the branches' inputs in the others.
+"""olmo_hybrid is Hugging Face's OlmoHybridForCausalLM: OLMo 3's attention in one of four layers,
+the gated delta rule between norms of the branches' inputs in the others.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""qwen3_5_text is Hugging Face's Qwen3_5ForCausalLM: Qwen3-Next with dense MLPs, and other tensors of
-the gated delta rule.
+"""qwen3_5_text is Hugging Face's Qwen3_5ForCausalLM: Qwen3-Next with dense MLPs, and other tensors
+of the gated delta rule.
 """
 
 from __future__ import annotations

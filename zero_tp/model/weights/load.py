@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +133,8 @@ class PretrainedSource:
             self.tensors, expected.keys(), architecture_of(config), directory
         )
         self.left_out = [
-            f"{directory}: left out: {count} tensors of {part}, such as {example}; exports lack them"
-            for part, (count, example) in _untrained(self.tensors, architecture_of(config)).items()
+            f"{directory}: left out: {part}; exports lack it"
+            for part in _untrained(self.tensors, architecture_of(config))
         ]
         aliases = aliases_of(config)
         # Old files hold an alias as well as its source, those of `safetensors.torch.save_model` one
@@ -285,13 +285,11 @@ def _with_usual_prefixes(
     return renamed
 
 
-def _untrained(tensors: Collection[str], architecture: Architecture) -> dict[str, tuple[int, str]]:
-    """Return each part of the files that is left out → the number of its tensors, and one's name."""
-    parts = {}
+def _untrained(tensors: Collection[str], architecture: Architecture) -> Iterator[str]:
+    """Yield a description of each part of the files that is left out."""
     for pattern, part in architecture.untrained_parts.items():
         if names := sorted(name for name in tensors if re.fullmatch(pattern, name)):
-            parts[part] = len(names), names[0]
-    return parts
+            yield f"{part} ({names[0]} and others, {len(names)} in all)"
 
 
 def _is_ignorable(name: str, architecture: Architecture) -> bool:

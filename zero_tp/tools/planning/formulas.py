@@ -31,7 +31,6 @@ from zero_tp.model.architectures.spec import CHUNK, TransformerSpec
 from zero_tp.model.transformer import LAYERS
 from zero_tp.tools.planning.plan_settings import Workload
 
-
 DELTA_PAIRS, DELTA_FEATURES = 5, 9
 """Tensors of the gated delta rule that backward needs: of pairs of tokens, and of features."""
 
