@@ -34,6 +34,14 @@ UNIT_EPSILON = 1e-6
 """Of the squared length by which queries and keys are divided."""
 
 
+def describe_linear_attention(device: torch.device) -> str:
+    """Return the line on a run's linear attention."""
+    line = f"linear attention: the gated delta rule in chunks of {CHUNK} tokens, by torch"
+    if device.type != "cuda":
+        return line
+    return f"{line}; fla's kernels are not used, because no GPU has compared them yet"
+
+
 class DeltaProjection(nn.Module):
     """Queries, keys, values and output gates (z), and the logits of β and of the decay, by heads.
 

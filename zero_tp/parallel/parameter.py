@@ -44,8 +44,9 @@ class Normal:
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
         """Return fp32 elements on the CPU."""
         # zero.Init patches torch.empty and others to use the run's dtype, but not torch.normal.
-        options = {"dtype": torch.float32, "device": "cpu"}
-        return torch.normal(0.0, self.std, tuple(shape), generator=generator, **options)
+        return torch.normal(
+            0.0, self.std, tuple(shape), generator=generator, dtype=torch.float32, device="cpu"
+        )
 
 
 @dataclass(frozen=True)
