@@ -35,18 +35,20 @@ LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7)
 
 
 def drawn(length: int, seed: int) -> dict[str, Tensor]:
-    """Inputs in transformers' shapes, [b, s, heads, d]; some tokens forget almost everything."""
+    """Inputs in transformers' shapes, [b, s, heads, d]."""
     generator = torch.Generator().manual_seed(seed)
     keys, heads = SIZES["keys"], SIZES["keys"] * SIZES["per_key"]
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(2, length, *shape, generator=generator)
 
+    # One value head of a key forgets at once, another keeps what it had a chunk ago.
+    shifts = torch.tensor([0.0, 2.0, 5.0]).repeat(keys)
     return {
         "query": normal(keys, SIZES["key_size"]),
         "key": normal(keys, SIZES["key_size"]),
         "value": normal(heads, SIZES["value_size"]),
-        "g": -(normal(heads) * 1.5).exp(),
+        "g": -(normal(heads) * 1.5 - shifts).exp(),
         "beta": normal(heads).sigmoid() * 2,
     }
 
