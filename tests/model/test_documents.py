@@ -174,12 +174,12 @@ def test_packed_documents_equal_documents_apart(
 
 
 NEWER = ["cohere2", "exaone4", "gemma2", "gemma3_text", "glm4", "nanochat", "olmo3", "smollm3"]
-NEWER += ["gpt_oss"]
+NEWER += ["gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"]
 
 
-@pytest.mark.parametrize("model_type", in_tiers(NEWER, ["gemma2", "gpt_oss", "olmo3"]))
+@pytest.mark.parametrize("model_type", in_tiers(NEWER, ["gemma2", "gpt_oss", "qwen3_next"]))
 def test_packed_documents_of_other_parts(model_type: str, seed: int) -> None:
-    """Soft caps, sinks, layers of two types, several rotations or none."""
+    """Soft caps, sinks, linear attention, layers of two types, several rotations or none."""
     fields = general_fields(model_type) | without_router_logits(model_type)
     config = AutoConfig.for_model(**fields)
     eager = ("gemma2", "gpt_oss")

@@ -28,7 +28,7 @@ KINDS: list[tuple[str, Kind]] = [
         r"mlp\.gate\.|block_sparse_moe\.gate\.|router\.(layer|weight)|shared_expert_gate",
         "router",
     ),
-    (r"act_fn|sinks", "other"),
+    (r"act_fn|sinks|conv1d|A_log", "other"),
     (r".", "matrix"),
 ]
 """Patterns of Hugging Face's names, of which the first counts, and kinds."""
@@ -75,19 +75,20 @@ def test_what_a_part_of_another_class_makes_is_other_and_does_not_decay() -> Non
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_without_entries_everything_but_vectors_decays(model_type: str) -> None:
     """In the order in which DeepSpeed flattens the parameters. The biases of a layer's experts are
-    vectors, too.
+    vectors, too; a convolution's kernels are rows of few elements, and do not decay either.
     """
     model = model_of(model_type)
     biases = {id(one) for name, one in model.named_parameters() if name.endswith("bias")}
     groups = optimizer_groups(model, (), OptimizerParams(lr=0.0, weight_decay=0.1))
     parameters = list(model.parameters())
+
+    def decays(parameter: torch.Tensor) -> bool:
+        shape = whole_shape(parameter)
+        is_kernel = len(shape) == 3 and shape[1] == 1
+        return len(shape) > 1 and not is_kernel and id(parameter) not in biases
+
     by_dimensions: list[list[torch.Tensor]] = [
-        [
-            one
-            for one in parameters
-            if (len(whole_shape(one)) > 1 and id(one) not in biases) == is_matrix
-        ]
-        for is_matrix in (True, False)
+        [one for one in parameters if decays(one) == is_matrix] for is_matrix in (True, False)
     ]
     assert by_dimensions[0]
     if not by_dimensions[1]:

@@ -47,10 +47,11 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
     sizes = {
         "hidden": heads * 2 * draw(st.integers(1, 3), label="half a head"),
         "mlp": 4 * draw(st.integers(2, 12), label="MLP / 4"),
-        "layers": draw(st.integers(1, 3), label="layers"),
+        "layers": draw(st.integers(1 + (model_type == "olmo_hybrid"), 3), label="layers"),
         "vocab_size": draw(st.integers(11, 70), label="vocabulary"),
     }
-    if model_type in ("olmoe", "olmo2", "olmo3", "nanochat"):  # see head_dim below
+    whole_norms = ("olmoe", "olmo2", "olmo3", "olmo_hybrid", "nanochat")
+    if model_type in whole_norms:  # see head_dim below
         sizes["hidden"] = heads * max(4, sizes["hidden"] // heads)
     fields["vocab_size"] = sizes["vocab_size"]
     if kind == "gpt2":
@@ -125,7 +126,11 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
         fields["head_dim"] = 2 * draw(st.integers(2, 5), label="head size / 2")
     if "sliding_window" in declared:
         fields["sliding_window"] = draw(st.integers(2, LENGTH), label="window")
-    if "layer_types" in declared:
+    if "linear_conv_kernel_dim" in declared:
+        if "intermediate_size" not in declared:  # all MLPs are experts
+            del fields["intermediate_size"]
+        fields |= _linear_attention_fields(draw, model_type, sizes["layers"])
+    elif "layer_types" in declared:
         kinds = st.sampled_from(["full_attention", "sliding_attention"])
         fields["layer_types"] = draw(
             st.lists(kinds, min_size=sizes["layers"], max_size=sizes["layers"])
@@ -155,6 +160,31 @@ def decoder_fields(draw: st.DrawFn, model_type: str) -> dict[str, Any]:
             "full_attention": fields["rope_parameters"],
             "sliding_attention": other,
         }
+    return fields
+
+
+def _linear_attention_fields(draw: st.DrawFn, model_type: str, layers: int) -> dict[str, Any]:
+    """Those of the gated delta rule; at least one layer has attention."""
+    kinds = st.lists(
+        st.sampled_from(["linear_attention", "full_attention"]), min_size=layers, max_size=layers
+    )
+    # OlmoHybridConfig requires both.
+    required = {"full_attention", *["linear_attention"] * (model_type == "olmo_hybrid")}
+    types = draw(kinds.filter(lambda types: required <= set(types)), label="types of layers")
+    heads = HEADS * draw(st.integers(1, 2), label="key heads / 4")
+    fields = {
+        "layer_types": types,
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads * draw(st.integers(1, 3), label="values of a key"),
+        "linear_conv_kernel_dim": draw(st.integers(1, 5), label="kernel"),
+        # A head's output is normed, and near 0 where a query and a key are orthogonal by chance:
+        # with the usual 1e-6 transformers' own gradients are 1e-5 off.
+        "rms_norm_eps": draw(st.sampled_from([0.01, 0.1]), label="epsilon"),
+    }
+    for size in ("linear_key_head_dim", "linear_value_head_dim"):
+        fields[size] = draw(st.integers(2, 6), label=size)
+    if model_type == "olmo_hybrid":
+        fields["linear_allow_neg_eigval"] = draw(st.booleans(), label="β up to 2")
     return fields
 
 
@@ -282,6 +312,17 @@ def model_type_is_eager(fields: dict[str, Any]) -> bool:
     return is_eager or fields.get("attn_logit_softcapping") is not None
 
 
+@torch.no_grad()
+def shrink_linear_values(model: Any) -> None:
+    """Make what OLMo Hybrid's linear attention norms small: its epsilon is the class's 1e-5, and
+    no field as in `_linear_attention_fields`.
+    """
+    if model.config.model_type == "olmo_hybrid":
+        for name, weight in model.named_parameters():
+            if name.endswith("linear_attn.conv1d.weight"):
+                weight.mul_(0.1)
+
+
 MARGIN = 2e-6
 """Of the choice of experts, see `margin`: measured, rounding decided below 2e-7."""
 
@@ -312,6 +353,7 @@ def decoder(fields: dict[str, Any], seed: int, attention: str = "sdpa") -> Any:
             config, attn_implementation=attention, dtype=torch.float32
         ).eval()
         perturbed(model)
+        shrink_linear_values(model)
         state = torch.get_rng_state()
         tokens = tokens_for(fields)
         torch.set_rng_state(state)

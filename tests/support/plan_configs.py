@@ -71,6 +71,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 32,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    "qwen3_next": {
+        **{"num_key_value_heads": 4, "head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 128, "shared_expert_intermediate_size": 256},
+        **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "full_attention_interval": 2},
+        **{"linear_key_head_dim": 32, "linear_value_head_dim": 64},
+    },
+    "olmo_hybrid": {"linear_key_head_dim": 16, "pad_token_id": 0, "eos_token_id": 0},
     "bert": {"hidden_act": "gelu"},
     "megatron-bert": {},
     "youtu": {
@@ -286,6 +293,12 @@ CONFIGS += [
     ["zero_optimization.stage=2", f"zero_optimization.offload_optimizer{OFFLOAD}", AVERAGE],
     ["zero_optimization.stage=3", f"zero_optimization.offload_optimizer{OFFLOAD}", AVERAGE],
 ]
+SELECTIVE = '{"mode":"selective","modules":["attention_core","mlp_activation","norm"]}'
+CONFIGS += [
+    family("qwen3_next", "zero_optimization.stage=1"),
+    family("qwen3_next", "zero_optimization.stage=2", f"zero_tp.recompute={SELECTIVE}", DOCUMENTS),
+    family("olmo_hybrid", "zero_optimization.stage=3", "zero_tp.recompute=full"),
+]
 WORLD = 4
 NAMES = [
     " ".join(re.sub(r'.*"model_type": "([\w-]+)".*', r"\1", one).split(".")[-1] for one in config)
@@ -295,8 +308,8 @@ NAMES = [
 
 # The second tier has every eighth, ZeRO-3 with offload, M_D under SP, full recomputation with
 # ZeRO-2, windows, the last five of AdamW, groups of parameters, Muon, expert parallelism, latent
-# attention, and averages of the weights.
-SECOND = (29, 34, 35, 37, 41, 43, *range(len(CONFIGS) - 30, len(CONFIGS)))
+# attention, linear attention, and averages of the weights.
+SECOND = (29, 34, 35, 37, 41, 43, *range(len(CONFIGS) - 33, len(CONFIGS)))
 TIERS = {number: "thorough" for number in (*range(0, len(CONFIGS), 8), *SECOND)}
 MARKS: dict[str, Any] = {"thorough": THOROUGH, "heavy": pytest.mark.heavy}
 CASES = [

@@ -11,6 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from zero_tp.model.architectures import ARCHITECTURES
 from zero_tp.model.architectures.common import FULL, SLIDING
 from zero_tp.model.architectures.fields import FIXED_IN_EVERY_CONFIG, IRRELEVANT_IN_EVERY_CONFIG
+from zero_tp.model.architectures.qwen3_next import LINEAR
 
 MODEL_TYPES = sorted(ARCHITECTURES)
 CAUSAL_TYPES = [name for name in MODEL_TYPES if ARCHITECTURES[name].causal]
@@ -42,6 +43,12 @@ SIZES = {
         "moe_k": 1,
         "moe_layer_start_index": 0,
     },
+    **{
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
 }
 
 
@@ -52,6 +59,8 @@ def tiny_fields(model_type: str, vocabulary: int) -> dict[str, Any]:
     declared = AutoConfig.for_model(model_type).to_dict()
     wanted = GPT2 if model_type == "gpt2" else SIZES
     fields = {name: value for name, value in wanted.items() if name in declared}
+    if "linear_conv_kernel_dim" in declared:
+        fields |= {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL]}
     tokens = {
         name: 0
         for name in ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -100,6 +109,11 @@ GENERAL_SIZES: dict[str, Any] = {
     "moe_norm_min": 0.9,
     "clip_qkv": 2.0,
     "swiglu_limit": 0.4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
     "max_position_embeddings": 32,
     "use_sliding_window": True,
     "sliding_window": 5,
@@ -117,7 +131,14 @@ def general_fields(model_type: str) -> dict[str, Any]:
     fields, aliases = ARCHITECTURES[model_type].fields, CONFIG_MAPPING[model_type].attribute_map
     declared = {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
     known = (declared | fields.undeclared.keys()) & set(fields.names())
-    types = {"layer_types": [SLIDING, FULL, SLIDING]} if "layer_types" in known else {}
+    types: dict[str, Any] = {}
+    if "layer_types" in known:
+        types = {"layer_types": [SLIDING, FULL, SLIDING]}
+    if "linear_conv_kernel_dim" in known:
+        # See `_linear_attention_fields` of decoders.py.
+        types = {"layer_types": [LINEAR, FULL, LINEAR], "rms_norm_eps": 0.1}
+        if CONFIG_MAPPING[model_type]().rope_parameters.get("partial_rotary_factor") is not None:
+            types["partial_rotary_factor"] = 0.5  # of 0.25 one pair turns, by any rope_theta
     if "max_window_layers" in known:  # it decides
         types = {}
     sizes = dict(GENERAL_SIZES)

@@ -329,7 +329,7 @@ def projection_of(spec: TransformerSpec) -> type[FusedQKV | GroupedQKV | LatentQ
         return LatentQKV
     # The parts of a fused weight are all split. With fewer KV heads K and V may have to be
     # replicated, which rows of a split weight cannot be.
-    return FusedQKV if spec.kv_heads == spec.heads else GroupedQKV
+    return FusedQKV if spec.fuses_qkv else GroupedQKV
 
 
 class Attention(ElementwiseModule):
@@ -350,6 +350,7 @@ class Attention(ElementwiseModule):
         self.rotary = spec.rotaries[number]
         self.clip = spec.clip
         self.rotates_first = spec.rotates_before_norm
+        self.output_gate = spec.output_gate
         self.qkv = projection_of(spec)(make.child("qkv"), spec)
         self.core = CORES[spec.attention](spec, streams)
         self.sinks: nn.Parameter | None = None
@@ -403,6 +404,9 @@ class Attention(ElementwiseModule):
             rotation=rotation if rotates_product else None,
             ops=self.elementwise,
         )
+        gate = None
+        if self.output_gate:
+            query, gate = query.chunk(2, -1)
         # Norm, clip, rotation: the order of transformers' OLMoE.
         query = self.query_norm(query)
         key = self.key_norm(key)
@@ -420,6 +424,9 @@ class Attention(ElementwiseModule):
         # gathered with it.
         sinks = () if self.sinks is None else (self.sinks.clone(),)
         # Layers with the same window share one mask, which is built once a forward.
-        attended = self.core(query, key, value, *sinks, mask=context.masks[self.window])
         # [b, a/t, s, d]
-        return self.output(attended.permute(2, 0, 1, 3).flatten(2), sequence=context.sequence)
+        attended = self.core(query, key, value, *sinks, mask=context.masks[self.window])
+        attended = attended.permute(2, 0, 1, 3).flatten(2)
+        if gate is not None:
+            attended = attended * torch.sigmoid(gate.permute(2, 0, 1, 3).flatten(2))
+        return self.output(attended, sequence=context.sequence)

@@ -245,6 +245,8 @@ class ForwardContext:
         rotations: of this forward's positions, for each rotary part of the spec.
         cache: keys and values of earlier tokens, of this rank's KV heads; `update` adds the present
             ones.
+        sequence_ids: number of each token's packed sequence, [b, s]; None: a row is one.
+        unpadded: 1 for a token and 0 for padding, [s, b, 1]; None without padding.
         router_losses, choice_count: see ForwardInputs.
         routes: by layer, where the rows of its tokens go under expert parallelism (model/moe.py).
     """
@@ -255,4 +257,6 @@ class ForwardContext:
     cache: Cache | None = None
     router_losses: tuple[RouterLoss, ...] = ()
     choice_count: ChoiceCount | None = None
+    sequence_ids: Tensor | None = None
+    unpadded: Tensor | None = None
     routes: dict[nn.Module, Route] = field(default_factory=dict)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from zero_tp.model.architectures.spec import CHUNK
+
 if TYPE_CHECKING:
     from zero_tp.model.architectures.spec import TransformerSpec
 
@@ -23,7 +25,8 @@ class ForwardFlops(NamedTuple):
 
 
 def projections(spec: TransformerSpec, tensor: int = 1) -> list[tuple[int, float]]:
-    """Return (inputs, outputs) of the products that make a rank's queries, keys and values.
+    """Return (inputs, outputs) of the products that make a rank's queries, keys and values, and the
+    gate of the output.
 
     Args:
         tensor: TP degree. Latents are whole on each rank. With fewer KV heads than ranks each
@@ -33,7 +36,8 @@ def projections(spec: TransformerSpec, tensor: int = 1) -> list[tuple[int, float
     queries = spec.heads * spec.head_size / tensor
     if latent is None:
         kv_heads = max(1.0, spec.kv_heads / tensor)
-        return [(spec.hidden, queries + 2 * kv_heads * spec.head_size)]
+        gates = queries * spec.output_gate
+        return [(spec.hidden, queries + gates + 2 * kv_heads * spec.head_size)]
     expanded = spec.heads * (spec.head_size - latent.rotated + latent.value) / tensor
     return [
         (spec.hidden, latent.width),
@@ -51,12 +55,18 @@ def layer_products(spec: TransformerSpec) -> float:
     """
     attention = sum(inputs * outputs for inputs, outputs in projections(spec))
     attention += spec.heads * spec.value_size * spec.hidden
+    mixers = len(spec.mixed_by("attention")) * attention
+    delta = spec.gated_delta
+    if delta is not None:
+        convolution = delta.kernel * (2 * delta.keys + delta.values)
+        matrices = spec.hidden * (delta.columns + delta.values) + convolution
+        mixers += len(spec.mixed_by("gated_delta")) * matrices
     choices = 0
     if spec.experts is not None:
         has_gate = spec.experts.shared > 0 and spec.experts.shared_gate
         choices = spec.experts.count + has_gate
     routers = spec.hidden * choices * len(spec.expert_layers) / spec.layers
-    return attention + routers + spec.mlp_matrices * spec.hidden * spec.active_width
+    return mixers / spec.layers + routers + spec.mlp_matrices * spec.hidden * spec.active_width
 
 
 def head_products(spec: TransformerSpec) -> int:
@@ -64,6 +74,30 @@ def head_products(spec: TransformerSpec) -> int:
     layer's before it.
     """
     return spec.hidden * (spec.vocabulary + (0 if spec.causal else spec.hidden))
+
+
+def attention_core(spec: TransformerSpec, batch: int, length: int) -> float:
+    """Return the FLOPs of one layer's QKᵀ and product with V; masked scores count, too."""
+    # Two FLOPs a multiply-add each.
+    return 2.0 * batch * length**2 * spec.heads * (spec.head_size + spec.value_size)
+
+
+def delta_core(spec: TransformerSpec, batch: int, length: int) -> float:
+    """Return the FLOPs of one layer's gated delta rule in its chunks (model/gated_delta.py)."""
+    delta = spec.gated_delta
+    if delta is None:
+        return 0.0
+    tokens = batch * -(-length // CHUNK) * CHUNK
+    # Of a chunk's tokens with each other, for each key head: products of keys, and of queries and
+    # keys.
+    pairs = 4.0 * CHUNK * delta.keys
+    # For each value head: its part of the triangular solve, a multiply-add of which is needed for
+    # half of the pairs, and scores times corrections.
+    features = delta.value_heads * (delta.key_size + delta.value_size)
+    corrections = CHUNK * (features + 2.0 * delta.values)
+    # Two reads of the state, and its update.
+    state = 6.0 * delta.key_size * delta.values
+    return tokens * (pairs + corrections + state)
 
 
 def forward_flops(
@@ -77,8 +111,9 @@ def forward_flops(
         label_fraction: share of the tokens that go through the head.
     """
     tokens = batch * length
-    # QKᵀ and the product with V, two FLOPs a multiply-add each.
-    core = 2.0 * tokens * length * spec.heads * (spec.head_size + spec.value_size)
+    cores = len(spec.mixed_by("attention")) * attention_core(spec, batch, length)
+    cores += len(spec.mixed_by("gated_delta")) * delta_core(spec, batch, length)
+    core = cores / spec.layers
     return ForwardFlops(
         2.0 * tokens * layer_products(spec),
         core,

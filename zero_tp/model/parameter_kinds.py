@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from zero_tp.base.settings.param_groups import Kind
+from zero_tp.model.gated_delta import DeltaProjection
 from zero_tp.model.head import OutputLayer, SentenceHead
 from zero_tp.model.moe import Router, SharedExpert
 from zero_tp.model.norm import NORMS
@@ -23,6 +24,7 @@ MATRIX_MODULES = (
     RowParallelLinear,
     ReplicatedLinear,
     GroupedQKV,
+    DeltaProjection,
     ColumnParallelGroupedLinear,
     RowParallelGroupedLinear,
 )

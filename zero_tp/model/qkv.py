@@ -82,7 +82,7 @@ class GroupedQKV(nn.Module):
 
     If t does not divide k, keys and values are replicated. A rank then computes the heads that its
     queries need, and a hook sums the partial gradients over TP. The parameters' names are the same
-    on every topology.
+    on every topology. With `output_gate` queries are [b, a/t, s, 2d], each followed by its gate.
     """
 
     def __init__(self, make: ParameterMaker, spec: TransformerSpec):
@@ -90,7 +90,9 @@ class GroupedQKV(nn.Module):
         topology = make.topology
         self.head_size = spec.head_size
         self.topology = topology
-        width = spec.heads * spec.head_size
+        # A head's query, then its gate, as transformers' classes have them.
+        self.query_size = spec.head_size * (2 if spec.output_gate else 1)
+        width = spec.heads * self.query_size
         kv_width = spec.kv_heads * spec.head_size
         split = spec.kv_heads % topology.tensor == 0
         # Partial without SP too: a rank's gradient has only the heads that its queries use, and of
@@ -134,7 +136,10 @@ class GroupedQKV(nn.Module):
         projected = column_parallel_linear(
             tensor, weights, biases, self.topology, sequence=sequence, rows=rows
         )
-        query, key, value = (split_heads(part, self.head_size) for part in projected)
+        sizes = (self.query_size, self.head_size, self.head_size)
+        query, key, value = (
+            split_heads(part, size) for part, size in zip(projected, sizes, strict=True)
+        )
         if rotation is not None:
             query, key = apply_rotary(query, key, rotation, ops)
         return query, key, value

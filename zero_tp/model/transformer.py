@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.model.attention import CORES, Attention
 from zero_tp.model.context import AttentionMask, ForwardContext, ForwardInputs, Mask
+from zero_tp.model.gated_delta import GatedDeltaNet
 from zero_tp.model.mlp import MLP, XIELUMLP, GatedMLP
 from zero_tp.model.moe import Experts
 from zero_tp.model.norm import NORMS
@@ -95,7 +96,10 @@ MLPS: dict[str, type[MLP] | type[GatedMLP] | type[Experts]] = {
 }
 
 
-MIXERS: dict[str, type[Attention]] = {"attention": Attention}
+MIXERS: dict[str, type[Attention] | type[GatedDeltaNet]] = {
+    "attention": Attention,
+    "gated_delta": GatedDeltaNet,
+}
 
 
 class TransformerLayer(nn.Module):
@@ -283,14 +287,14 @@ class Transformer(nn.Module):
             make.child("embedding"), spec, Dropout(spec.dropouts.embedding, streams, stream)
         )
         self.layers = nn.ModuleList(
-            LAYERS[spec.layer](
+            LAYERS[name](
                 make.child(f"layers.{number}"),
                 spec,
                 streams,
                 Dropout(spec.dropouts.residual, streams, stream),
                 number,
             )
-            for number in range(spec.layers)
+            for number, name in enumerate(spec.layer_names)
         )
         self.final_norm: nn.Module = nn.Identity()
         if not LAYERS[spec.layer].ends_with_norm:
@@ -314,7 +318,8 @@ class Transformer(nn.Module):
         positions = inputs.positions
         build_mask = CORES[self.spec.attention].build_mask
         masks: dict[int | None, Mask] = {}
-        for number, window in enumerate(self.spec.windows):
+        for number in self.spec.mixed_by("attention"):
+            window = self.spec.windows[number]
             if window not in masks:
                 # Asked for each window: a cache keeps fewer keys for windowed layers than for
                 # others.
@@ -340,9 +345,22 @@ class Transformer(nn.Module):
             rotary: compute_rotation(rotary, positions, total_length, like.dtype)
             for rotary in rotaries
         }
-        return ForwardContext(
-            sequence, masks, rotations, cache, inputs.router_losses, inputs.choice_count
-        )
+        of_losses = inputs.router_losses, inputs.choice_count
+        separations = self._separations(length, inputs)
+        return ForwardContext(sequence, masks, rotations, cache, *of_losses, *separations)
+
+    def _separations(
+        self, length: int, inputs: ForwardInputs
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return `ForwardContext.sequence_ids` and `unpadded`, which layers without masks read."""
+        if not self.spec.mixed_by("gated_delta"):
+            return None, None
+        ids = None if inputs.packed is None else inputs.packed.sequence_ids
+        padding = inputs.padding_mask
+        # A single token continues the cache and is no padding, as in transformers.
+        if padding is None or length == 1:
+            return ids, None
+        return ids, padding[:, -length:].t().unsqueeze(-1)
 
     def _scaled_length(self, length: int) -> int:
         """Return the length that dynamic scaling of rotary frequencies uses in this forward.

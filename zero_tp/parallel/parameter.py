@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,29 @@ class Normal:
     std: float
     zero_row: int | None = None
 
+    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+        """Return fp32 elements on the CPU."""
+        # zero.Init patches torch.empty and others to use the run's dtype, but not torch.normal.
+        return torch.normal(
+            0.0, self.std, tuple(shape), generator=generator, dtype=torch.float32, device="cpu"
+        )
+
+
+@dataclass(frozen=True)
+class MappedUniform:
+    """Elements f(u), u uniform in [low, high]."""
+
+    low: float
+    high: float
+    function: Callable[[Tensor], Tensor]
+    zero_row: ClassVar[int | None] = None
+
+    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+        """Return fp32 elements on the CPU."""
+        values = torch.normal(0.0, 1.0, tuple(shape), generator=generator, dtype=torch.float32)
+        # torch.rand, which zero.Init patches, would round to the run's dtype.
+        return self.function(values.uniform_(self.low, self.high, generator=generator))
+
 
 @dataclass(frozen=True)
 class ConstantInit:
@@ -49,7 +72,7 @@ class ConstantInit:
     value: float
 
 
-Init = Normal | ConstantInit
+Init = Normal | MappedUniform | ConstantInit
 
 
 class WeightSource(Protocol):
@@ -118,7 +141,7 @@ class SeededInit:
         name: str,
         start: int,
         total: int,
-        init: Normal,
+        init: Normal | MappedUniform,
         row: RowOf,
         group: Group,
     ) -> None:
@@ -138,11 +161,7 @@ class SeededInit:
             # A seed for each block: no rank has to draw what lies before its shard.
             digest = hashlib.sha256(f"{self.seed}/{name}/{block}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            # zero.Init patches torch.empty and others to use the run's dtype, but not torch.normal.
-            shape = (last - first, math.prod(row.shape))
-            values = torch.normal(
-                0.0, init.std, shape, generator=generator, dtype=torch.float32, device="cpu"
-            )
+            values = init.draw((last - first, math.prod(row.shape)), generator)
             # Whole rows are drawn, so that the values do not depend on the number of expert ranks.
             values = values.view(last - first, *row.shape)[:, *row.elements]
             if init.zero_row is not None and first <= init.zero_row < last:
@@ -169,7 +188,7 @@ class ShardedSeededInit(SeededInit):
         name: str,
         start: int,
         total: int,
-        init: Normal,
+        init: Normal | MappedUniform,
         row: RowOf,
         group: Group,
     ) -> None:

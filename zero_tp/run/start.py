@@ -14,6 +14,7 @@ from zero_tp.base.files import wait_until_visible
 from zero_tp.base.settings.schema import Timeouts
 from zero_tp.engine.engine import TrainingEngine
 from zero_tp.model.attention_kernel import describe_attention
+from zero_tp.model.gated_delta import describe_linear_attention
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.model.weights.load import PretrainedSource
 from zero_tp.parallel.agreement import on_rank_zero, require_same_on_all_ranks
@@ -207,6 +208,8 @@ def _describe_run(
             f"warning: this machine has /dev/nvidia0, but the run is on CPU: {causes}; look at "
             "nvidia-smi, too"
         )
+    if engine.model.spec.gated_delta is not None:
+        yield describe_linear_attention(engine.device)
     yield from describe_attention(
         engine.model.spec,
         engine.device,

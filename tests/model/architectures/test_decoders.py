@@ -111,7 +111,7 @@ def test_logits_loss_and_every_gradient(
     assert counts == counts[:1] * world
     layers = fields.get("num_hidden_layers") or fields["n_layer"]
     replicated = bool(fields.get("num_key_value_heads", world) % world)
-    parts = layers * (2 + 2 * biases_of_keys(fields)) * replicated
+    parts = attention_layers(fields) * (2 + 2 * biases_of_keys(fields)) * replicated
     positions = model_type == "gpt2"
     assert counts[0]["gradients, SP True"] == counts[0]["gradients, SP False"] >= 6 * layers + 2
     for sequence in (False, True):
@@ -131,9 +131,9 @@ def test_each_family(ranks: Pools, seed: int, world: int, family: str) -> None:
     fields = model_sizes(seed, family)
     counts = ranks(world).run(same_as_native, world, fields, seed, "sdpa")
     assert counts == counts[:1] * world
-    # Of 3 layers: keys, values and their biases.
+    # Keys, values and their biases.
     replicated = bool(fields.get("num_key_value_heads", world) % world)
-    parts = 3 * (2 + 2 * biases_of_keys(fields)) * replicated
+    parts = attention_layers(fields) * (2 + 2 * biases_of_keys(fields)) * replicated
     assert counts[0]["hooks, SP False"] == parts + partial_norms(fields, world, sequence=False)
 
 
@@ -144,7 +144,8 @@ def partial_mlps(fields: dict[str, Any], *, sequence: bool) -> int:
     config = AutoConfig.for_model(**fields)
     spec = architecture_of(config).spec(config)
     kind = fields["model_type"]
-    others = (sequence and kind == "qwen2_moe") + (kind == "gpt_oss")
+    gated = spec.experts is not None and spec.experts.shared and spec.experts.shared_gate
+    others = bool(sequence and gated) + (kind == "gpt_oss")
     return len(spec.expert_layers) * (1 + others) + 2 * spec.mlps.count("xielu")
 
 
@@ -162,12 +163,20 @@ def partial_norms(fields: dict[str, Any], world: int, *, sequence: bool) -> int:
     """
     config = AutoConfig.for_model(**fields)
     spec = architecture_of(config).spec(config)
-    norms = 2 * spec.layers * (spec.query_key_norm == "heads")
-    layer = LAYERS[spec.layer]
+    attention = len(spec.mixed_by("attention"))
+    norms = 2 * attention * (spec.query_key_norm == "heads")
     if sequence:
-        norms += spec.layers * len(layer.attention_norms + layer.mlp_norms) + 1
-    shared = spec.layers * (spec.query_key_norm == "whole" and spec.kv_heads % world > 0)
-    return norms * len(NORMS[spec.norm].parameter_names) + shared
+        layers = [LAYERS[name] for name in spec.layer_names]
+        norms += sum(len(layer.attention_norms + layer.mlp_norms) for layer in layers) + 1
+    shared = attention * (spec.query_key_norm == "whole" and spec.kv_heads % world > 0)
+    of_outputs = len(spec.mixed_by("gated_delta"))
+    return norms * len(NORMS[spec.norm].parameter_names) + shared + of_outputs
+
+
+def attention_layers(fields: dict[str, Any]) -> int:
+    """The number of layers with queries, keys and values."""
+    config = AutoConfig.for_model(**fields)
+    return len(architecture_of(config).spec(config).mixed_by("attention"))
 
 
 def biases_of_keys(fields: dict[str, Any]) -> bool:

@@ -99,6 +99,11 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "swiglu_limit": (0.2, 0.0, None),
     "swiglu_alpha": (0.9, 0.0, None),
     "mlp_only_layers": ([1], [0, 7], None, [0, 1, 2], [-1]),
+    "linear_num_key_heads": (4, 1, 3, 0),
+    "linear_num_value_heads": (2, 6, 3, 0),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (4, 0)),
+    "linear_conv_kernel_dim": (4, 1, 0),
+    "full_attention_interval": (2,),
     "clip_qkv": (0.5, None, -1.0),
     "type_vocab_size": (4, 0),
     "classifier_dropout": (0.3,),
@@ -160,13 +165,13 @@ VALUES: dict[str, tuple[Any, ...]] = {
 # What a field does not fit to.
 OTHER_SIDE = (
     "num_experts_per_tok|n_group|topk_group|moe_k|moe_layer_start_index|mlp_layer_types|"
-    "rope_parameters|rotary_pct|"
-    "hidden_size|n_embd|num_key_value_heads|layer_types"
+    "rope_parameters|rotary_pct|hidden_size|n_embd|num_key_value_heads|linear_num_value_heads|"
+    "layer_types"
 )
 NOT_IN_OUTPUT = (
-    "max_position_embeddings",
-    "initializer_range",
-    "embedding_initializer_range",
+    *("max_position_embeddings", "initializer_range", "embedding_initializer_range"),
+    *("linear_a_log_min", "linear_a_log_max"),
+    *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
 )
 ALMOST_ALL = 1 - 1e-12  # of a dropout: nothing is left of what it drops, in both models alike
 
@@ -222,6 +227,8 @@ def set_weights(model: Any) -> Any:
         for name, parameter in (*model.named_parameters(), *buffers_of_files(model)):
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             drawn = torch.randn(parameter.shape, generator=generator) * 0.3
+            if name.endswith("linear_attn.conv1d.weight"):
+                drawn *= 0.02  # see `shrink_linear_values` of decoders.py
             parameter.copy_(
                 drawn + 1.0 if parameter.ndim == 1 and name.endswith("weight") else drawn
             )
@@ -342,8 +349,8 @@ def test_every_field_does_what_its_class_says(model_type: str, tmp_path: Path) -
 
 @EACH_TABLE
 def test_new_weights_are_drawn_as_the_class_draws_them(model_type: str) -> None:
-    """Mean and standard deviation of every matrix and of drawn vectors, zeros for padding tokens;
-    norms and other biases bit for bit.
+    """Mean and standard deviation of every matrix, of linear attention's decays and of other drawn
+    vectors, zeros for padding tokens; norms and other biases bit for bit.
     """
     sizes = {"hidden_size": 256, "vocab_size": 211, "initializer_range": 0.07}
     wide = {
@@ -352,6 +359,8 @@ def test_new_weights_are_drawn_as_the_class_draws_them(model_type: str) -> None:
         "qk_rope_head_dim": 64,
         "moe_intermediate_size": 128,
         "shared_expert_intermediate_size": 128,
+        "linear_num_key_heads": 32,
+        "linear_num_value_heads": 128,
     }
     small = general_fields(model_type)
     written = small | sizes | {name: size for name, size in wide.items() if name in small}
@@ -369,7 +378,7 @@ def test_new_weights_are_drawn_as_the_class_draws_them(model_type: str) -> None:
             assert drawn.abs().min() > 0 and expected[names[0]].std() > 0
     for name, parameter in ours.items():
         theirs = expected[name]
-        if parameter.ndim == 1:
+        if parameter.ndim == 1 and not name.endswith(("A_log", "dt_bias")):
             assert torch.equal(parameter, theirs), name
             continue
         # Of two estimates from n numbers: the ratio of deviations has one of 1/√n, the difference

@@ -175,7 +175,7 @@ def experts(config: PretrainedConfig) -> ExpertsSpec:
     return ExpertsSpec(
         count,
         per_token,
-        size=getattr(config, "moe_intermediate_size", config.intermediate_size),
+        size=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
         # Mixtral's class has no such field and normalises; another table passes its own spec.
         normalised=getattr(config, "norm_topk_prob", True),
         loss_weight=config.router_aux_loss_coef if config.output_router_logits else None,
@@ -276,11 +276,13 @@ def architecture(
     native_class: str,
     weights: Callable[[TransformerSpec], tuple[Weight, ...]] = weights,
     obsolete_tensors: tuple[str, ...] = (),
+    **attributes: Any,
 ) -> Architecture:
     """Return the table of a decoder whose weights have Llama's names, or `weights`.
 
     Args:
         obsolete_tensors: more than those of every decoder.
+        attributes: others of Architecture.
     """
     return Architecture(
         fields=fields,
@@ -293,4 +295,5 @@ def architecture(
             r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",  # computed from the config
             *obsolete_tensors,
         ),
+        **attributes,
     )

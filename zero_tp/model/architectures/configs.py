@@ -95,6 +95,8 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
         ]
         if "rope_parameters" in why:
             causes = causes or [name for name in ROPE if name in fields]  # its older names
+        if "attention layer" in why or "_attention' layer" in why:
+            causes = causes or [name for name in fields if name == "layer_types"]
         key = f"{MODEL_KEY}.{causes[-1]}" if causes else MODEL_KEY
         raise ConfigError(
             key, f"{config_class.__name__} refuses it ({one_line(why, 200)})", "correct that field"
@@ -300,7 +302,17 @@ def _model_type(model: dict[str, Any]) -> str:
         return model_type
     also = ", and its weights are quantized" if model.get(QUANTIZATION) is not None else ""
     if model_type in CONFIG_MAPPING:
-        raise ConfigError(key, f"{shown(model_type)} is not supported{also}", listed)
+        problem = f"{shown(model_type)} is not supported{also}"
+        text_config = model.get("text_config")
+        text = text_config.get("model_type") if isinstance(text_config, dict) else None
+        if text in supported:
+            native = architectures.ARCHITECTURES[text].native_class
+            problem += ", because it has parts for pictures or sound"
+            listed = (
+                f"give its {text} alone, as transformers' {native}.from_pretrained(…)"
+                ".save_pretrained(DIRECTORY) writes it"
+            )
+        raise ConfigError(key, problem, listed)
     hint = did_you_mean(model_type, supported)
     raise ConfigError(key, f"{shown(model_type)} is unknown{also}", hint if "?" in hint else listed)
 

@@ -71,7 +71,7 @@ HEAD = Weight("head.weight", "lm_head.weight")
 def attention_weights(spec: TransformerSpec) -> Iterator[Weight]:
     """Yield the weights of `self_attn` in every layer."""
     queries, keys, values = (f"self_attn.{letter}_proj" for letter in "qkv")
-    if spec.kv_heads == spec.heads:
+    if spec.fuses_qkv:
         yield from layer_weights("attention.qkv", queries, keys, values, bias=spec.qkv_bias)
     else:
         for our_name, hf_name in (("query", queries), ("key", keys), ("value", values)):

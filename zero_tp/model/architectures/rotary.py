@@ -101,6 +101,7 @@ def rotary(
     layer_type: str | None = None,
     partial_rotary: bool = False,
     backwards: bool = False,
+    unread: tuple[str, ...] = (),
     **attributes: Any,
 ) -> Rotary:
     """Return the rotary positions of a config, with the frequencies of transformers' functions.
@@ -109,10 +110,12 @@ def rotary(
         layer_type: reads the parameters of this type of layer.
         partial_rotary: the architecture supports `partial_rotary_factor`.
         backwards: turn by the negative angles.
+        unread: keys that change nothing.
         attributes: others of Rotary.
     """
     of_all = config.rope_parameters
     parameters = dict(of_all if layer_type is None else of_all[layer_type])
+    parameters = {name: value for name, value in parameters.items() if name not in unread}
     kind = _rope_type(parameters)
     _check_values(parameters, kind)
     rotary_dim = _rotary_dim(config, parameters, head_size, partial_rotary)

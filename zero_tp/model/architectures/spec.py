@@ -16,6 +16,8 @@ MLP_MATRICES = {"mlp": 2, "xielu": 2, "gated": 3, "experts": 3}
 """Name of an MLP → the number of its matrices, or of one expert's: up, down, and a gate's."""
 
 
+CHUNK = 64
+"""Tokens of a chunk of the gated delta rule, as in transformers and in `fla`."""
 FLEX_HEAD_SIZES = range(16, 257, 16)
 """Of the kernels of `flex_attention`; with others the scores are computed eagerly."""
 CORRECTED_ROUTERS = ("sigmoid", "biased_softmax")
@@ -123,6 +125,51 @@ class LatentSpec:
 
 
 @dataclass(frozen=True)
+class GatedDeltaSpec:
+    """The linear attention of layers whose mixer is "gated_delta" (arXiv 2412.06464).
+
+    Attributes:
+        key_heads, value_heads: each key head, which also has a query, serves value_heads /
+            key_heads value heads.
+        key_size, value_size: features of a key, and of a value.
+        kernel: tokens that the short convolution sees, the present one included.
+        norm_epsilon: of the norm of a head's output.
+        largest_beta: a token replaces up to this share of what its key reads from the state; above
+            1 the state's transition has negative eigenvalues (arXiv 2411.12537).
+        initial_decay: (lowest, highest) initial exp(A_log), drawn uniformly.
+        initial_step: (lowest, highest) initial softplus(dt_bias), whose logarithm is drawn
+            uniformly, and its floor; None: dt_bias is 1.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    kernel: int
+    norm_epsilon: float
+    largest_beta: float = 1.0
+    initial_decay: tuple[float, float] = (0.01, 16.0)
+    initial_step: tuple[float, float, float] | None = None
+
+    @property
+    def keys(self) -> int:
+        """Return the features of all keys, or of all queries."""
+        return self.key_heads * self.key_size
+
+    @property
+    def values(self) -> int:
+        """Return the features of all values."""
+        return self.value_heads * self.value_size
+
+    @property
+    def columns(self) -> int:
+        """Return the outputs of the products of the hidden state: queries and keys, values and
+        their gate, and each value head's decay and share.
+        """
+        return 2 * (self.keys + self.values + self.value_heads)
+
+
+@dataclass(frozen=True)
 class TransformerSpec:
     """The choices that define one transformer.
 
@@ -136,6 +183,8 @@ class TransformerSpec:
         position: "learned" or "rotary".
         mlps: a name in MLPS for each layer.
         mixers: a name in MIXERS for each layer: how tokens read others.
+        gated_delta: settings of the layers whose mixer is "gated_delta".
+        mixed_layers: a name in LAYERS for each layer, if they differ; else all are `layer`.
         experts: settings of the layers whose MLP is "experts"; `mlp_size` is the width of dense
             MLPs.
         latent: settings of latent attention; None: Q, K and V are products of the hidden state.
@@ -143,6 +192,8 @@ class TransformerSpec:
         activation: the MLP's elementwise function.
         qkv_bias, output_bias, mlp_bias: which linear layers have biases; of latent attention
             the projections to latents.
+        output_gate: the query projection also makes a gate for each feature, whose sigmoid scales
+            the attention's output.
         query_key_norm: a norm of queries and keys, over each head's d features ("heads") or all
             heads' ("whole").
         rotates_before_norm: queries and keys are rotated, then normed.
@@ -196,7 +247,10 @@ class TransformerSpec:
     mixers: tuple[str, ...]
     experts: ExpertsSpec | None = None
     latent: LatentSpec | None = None
+    gated_delta: GatedDeltaSpec | None = None
     layer: str = "sequential"
+    mixed_layers: tuple[str, ...] = ()
+    output_gate: bool = False
     query_key_norm: Literal["none", "heads", "whole"] = "none"
     clip: float | None = None
     padding_token: int | None = None
@@ -258,6 +312,20 @@ class TransformerSpec:
         return self.dropouts.attention == 0 and self.head_size in FLEX_HEAD_SIZES
 
     @property
+    def fuses_qkv(self) -> bool:
+        """Return whether Q, K and V are one weight, whose parts TP splits alike."""
+        return self.kv_heads == self.heads and not self.output_gate
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Return each layer's name in LAYERS."""
+        return self.mixed_layers or (self.layer,) * self.layers
+
+    def mixed_by(self, mixer: str) -> tuple[int, ...]:
+        """Return the numbers of the layers with this mixer."""
+        return tuple(number for number, name in enumerate(self.mixers) if name == mixer)
+
+    @property
     def mlp_matrices(self) -> int:
         """Return the number of matrices of one MLP, or of one expert (`MLP_MATRICES`)."""
         for name in self.mlps:
@@ -314,6 +382,8 @@ class TransformerSpec:
             problem = "this model caps its scores, which bounds them already"
         elif self.is_flex:
             problem = 'the masks of flex_attention are not read; with "sdpa" it works'
+        elif self.gated_delta is not None:
+            problem = "layers of linear attention have no softmax, whose scores it bounds"
         elif not self.causal:
             problem = "an encoder's rows are padded, and scores of padding would count"
         if problem:
@@ -334,6 +404,9 @@ class TransformerSpec:
             sizes |= {"expert width": self.experts.size, "shared expert width": self.experts.shared}
             # Each rank has some features of the second matrices' biases.
             sizes |= {"hidden size": self.hidden if self.experts.bias else 0}
+        if self.gated_delta is not None:
+            # A rank has whole key heads, and the value heads that they serve.
+            sizes["linear key heads"] = self.gated_delta.key_heads
         for name, size in sizes.items():
             if size % tensor:
                 mismatch = f"{name} {size} ≠ tensor {tensor} × {size / tensor:.4g} a rank"

@@ -35,6 +35,8 @@ class Weight:
             [3, heads, d, …].
         interleaved: Hugging Face interleaves gate and up of each expert, where our parameter
             [experts, 2f, …] has gate before up.
+        head_rows: rows of each part of a head, if they are not three of one size.
+        sizes: rows of each of the tensors of `hf_name`, if they differ.
         rows: (start, stop, total): our parameter is rows [start, stop) of a tensor of `total` rows.
         experts: our parameter stacks this number of matrices, [experts, out, in]; `hf_name` lists
             them by expert. None for a file that stacks them, too.
@@ -50,6 +52,8 @@ class Weight:
     form: Form = "ours"
     heads: int | None = None
     interleaved: bool = False
+    head_rows: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
     rows: tuple[int, int, int] | None = None
     experts: int | None = None
     native_name: str | None = None
@@ -101,27 +105,37 @@ class Weight:
             theirs  q0 k0 v0 q1 k1 v1
         """
         if self.heads is not None:
-            size = rows // (3 * self.heads)
+            sizes = self.head_rows or (rows // (3 * self.heads),) * 3
+            starts = (0, *itertools.accumulate(sizes))
             spans = tuple(
-                Span((part * self.heads + head) * size, (head * 3 + part) * size, size)
-                for part, head in itertools.product(range(3), range(self.heads))
+                Span(self.heads * start + head * size, head * starts[-1] + start, size)
+                for (start, size), head in itertools.product(
+                    zip(starts, sizes, strict=False), range(self.heads)
+                )
             )
             return {self.names[0]: Spans(spans, rows, rows)}
         if self.rows is not None:
             start, _, total = self.rows
             return {self.names[0]: Spans((Span(0, start, rows),), rows, total)}
-        size = rows // len(self.names)
-        runs = (Span(index * size, 0, size) for index in range(len(self.names)))
-        return {name: Spans((run,), rows, size) for name, run in zip(self.names, runs, strict=True)}
+        sizes = self.sizes or (rows // len(self.names),) * len(self.names)
+        starts = (0, *itertools.accumulate(sizes))
+        return {
+            name: Spans((Span(start, 0, size),), rows, size)
+            for name, start, size in zip(self.names, starts, sizes, strict=False)
+        }
 
     def shapes(self, whole: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of Hugging Face's tensors, given our whole parameter's shape."""
         whole = (whole[0] * whole[1], whole[2]) if self.experts else whole
         rows = self.rows[2] if self.rows else whole[0] // len(self.names)
-        part = (rows, *whole[1:])
-        swapped = (*part[:-2], *part[-2:][::-1])
-        stored = {"ours": part, "transposed": swapped, "scalar": ()}[self.form]
-        return dict.fromkeys(self.names, stored)
+        sizes = self.sizes or (rows,) * len(self.names)
+
+        def stored(rows: int) -> tuple[int, ...]:
+            part = (rows, *whole[1:])
+            swapped = (*part[:-2], *part[-2:][::-1])
+            return {"ours": part, "transposed": swapped, "scalar": ()}[self.form]
+
+        return {name: stored(size) for name, size in zip(self.names, sizes, strict=True)}
 
     def from_stored(self, tensor: Tensor) -> Tensor:
         """Return Hugging Face's tensor in the form of our parameters, a view unless interleaved."""
@@ -228,8 +242,11 @@ class Architecture:
         base_prefix: prefix of names in the class with a head; files of the bare model lack it.
         obsolete_tensors: patterns of buffers that older versions saved, without the prefix. They
             are ignored.
+        untrained_parts: pattern of tensors that files may have, without the prefix → what they are
+            of. They are left out.
         optional_heads: head → pattern of its tensors. Files may lack it; it is then initialised
             from the seed.
+        other_prefixes: prefix of tensor names in some files → prefix in others.
         obsolete_suffixes: suffix of tensor names in old files → suffix in the class.
     """
 
@@ -241,7 +258,9 @@ class Architecture:
     base_prefix: str
     masked_lm_class: str | None = None
     obsolete_tensors: tuple[str, ...] = ()
+    untrained_parts: Mapping[str, str] = field(default_factory=dict)
     optional_heads: Mapping[str, str] = field(default_factory=dict)
+    other_prefixes: Mapping[str, str] = field(default_factory=dict)
     obsolete_suffixes: Mapping[str, str] = field(default_factory=dict)
     file_names: Mapping[str, str] = field(default_factory=dict)
 

@@ -115,6 +115,12 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
                 "prompt_lookup_num_tokens"
             )
         assistant = options.get("assistant_model")
+        looks_up = options.get("prompt_lookup_num_tokens") or settings.prompt_lookup_num_tokens
+        if self.spec.gated_delta is not None and (assistant is not None or looks_up):
+            raise UserError(
+                "generate: assistant_model and prompt_lookup_num_tokens need a cache that can drop "
+                "tokens, and the state of linear attention cannot; leave them out"
+            )
         if isinstance(assistant, ParallelModel) and assistant.topology.expert > 1:
             raise UserError(
                 "generate: an assistant_model with expert parallelism is not built; give one that "

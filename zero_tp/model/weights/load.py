@@ -42,7 +42,7 @@ from zero_tp.model.architectures.configs import (
     refuse_quantized,
 )
 from zero_tp.model.weights.quantized import join_quantized, whole_tensors
-from zero_tp.model.weights.stacked_experts import unstack_experts
+from zero_tp.model.weights.stacked_experts import divide_by_sizes, unstack_experts
 from zero_tp.parallel.layout import Layout
 from zero_tp.parallel.parameter import Init, SeededInit, whole_slice
 from zero_tp.parallel.safetensors_files import DTYPE_NAMES
@@ -109,6 +109,7 @@ class PretrainedSource:
     Attributes:
         new_heads: descriptions of those heads.
         quantized: descriptions of weights that are dequantised where they are read.
+        left_out: descriptions of parts of the files that the model lacks.
     """
 
     def __init__(
@@ -120,19 +121,25 @@ class PretrainedSource:
         seed: int = 0,
     ):
         self.directory = directory
-        methods = architecture_of(config).fields.quantizations
-        tensors, self.quantized = join_quantized(
-            open_weights(directory, allow_pickle), methods, directory
+        named = _with_usual_prefixes(
+            open_weights(directory, allow_pickle), architecture_of(config), directory
         )
+        methods = architecture_of(config).fields.quantizations
+        tensors, self.quantized = join_quantized(named, methods, directory)
         _check_layers(directory, config, tensors)
         self.weights = {weight.our_name: weight for weight in weights_of(config)}
         self.generation = generation_config(directory)
         native = native_model(config)
         expected = stored_shapes(native, config)
-        self.tensors = unstack_experts(tensors, self.weights.values(), native, directory)
+        unstacked = unstack_experts(tensors, self.weights.values(), native, directory)
+        self.tensors = divide_by_sizes(unstacked, self.weights.values(), directory)
         self.file_names = _match_names(
             self.tensors, expected.keys(), architecture_of(config), directory
         )
+        self.left_out = [
+            f"{directory}: left out: {part}; exports lack it"
+            for part in _untrained(self.tensors, architecture_of(config))
+        ]
         aliases = aliases_of(config)
         # Old files hold an alias as well as its source, those of `safetensors.torch.save_model` one
         # of them.
@@ -160,12 +167,15 @@ class PretrainedSource:
                 raise UserError(f"{directory}: no tensor {name}; expected shape {shape}")
 
     def notes(self) -> Iterator[str]:
-        """Yield a line on heads that are drawn, and on weights that are dequantised."""
+        """Yield lines on heads that are drawn, weights that are dequantised, and what is left
+        out.
+        """
         if self.new_heads:
             heads = ", ".join(self.new_heads)
             yield f"{self.directory}: has no weights of {heads}: drawn from the seed"
         for weights in self.quantized:
             yield f"{self.directory}: {weights} are dequantised to bf16"
+        yield from self.left_out
 
     def fill(
         self,
@@ -269,14 +279,39 @@ def _match_names(
     return file_names
 
 
+def _with_usual_prefixes(
+    tensors: Mapping[str, Tensor], architecture: Architecture, directory: Path
+) -> Mapping[str, Tensor]:
+    """Return the tensors with names as if no file had `other_prefixes`."""
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        usual = name
+        for prefix, other in architecture.other_prefixes.items():
+            if name.startswith(prefix):
+                usual = other + name.removeprefix(prefix)
+        if usual in renamed:
+            raise UserError(f"{directory}: tensor {name}: there is a second {usual}")
+        renamed[usual] = tensor
+    return renamed
+
+
+def _untrained(tensors: Collection[str], architecture: Architecture) -> Iterator[str]:
+    """Yield a description of each part of the files that is left out."""
+    for pattern, part in architecture.untrained_parts.items():
+        if names := sorted(name for name in tensors if re.fullmatch(pattern, name)):
+            yield f"{part} ({names[0]} and others, {len(names)} in all)"
+
+
 def _is_ignorable(name: str, architecture: Architecture) -> bool:
-    """Return whether a tensor belongs to an optional head or is an obsolete buffer.
+    """Return whether a tensor belongs to an optional head or an untrained part, or is an obsolete
+    buffer.
 
     Args:
         name: with the prefix.
     """
     patterns = [
         *architecture.optional_heads.values(),
+        *architecture.untrained_parts,
         *(re.escape(architecture.base_prefix) + old for old in architecture.obsolete_tensors),
     ]
     bare = name.removeprefix(architecture.base_prefix)

@@ -1,4 +1,6 @@
-"""Files that stack a layer's experts in one tensor, as transformers' classes do."""
+"""Files that divide a parameter into other tensors than published ones: that stack a layer's
+experts in one, as transformers' classes do, or cut a convolution elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero_tp.base.errors import UserError
@@ -56,3 +59,33 @@ def unstack_experts(
                 raise UserError(f"{directory}: tensors {name} and {part} are both {native_name}")
         unstacked |= parts
     return unstacked
+
+
+def divide_by_sizes(
+    tensors: Mapping[str, Tensor], weights: Iterable[Weight], directory: Path
+) -> dict[str, Tensor]:
+    """Return a file's tensors with those of a class's one tensor cut by `Weight.sizes`.
+
+    `save_pretrained` of transformers 5.24 cuts OLMo Hybrid's convolution into thirds, published
+    files have those of queries, keys and values. With key heads of 8 features in all, values of 24:
+
+        q_conv1d [14, 1, 4], k_conv1d [14, 1, 4], v_conv1d [12, 1, 4]
+            →    [8, 1, 4],           [8, 1, 4],           [24, 1, 4]
+
+    Args:
+        directory: for error messages.
+    """
+    divided = dict(tensors)
+    for weight in weights:
+        names = weight.names
+        if weight.native_name is None or not weight.sizes or not divided.keys() >= set(names):
+            continue
+        heights = [divided[name].shape[:1].numel() for name in names]
+        if heights == list(weight.sizes):
+            continue
+        if sum(heights) != sum(weight.sizes):
+            problem = f"expected {sum(weight.sizes)} rows, found {sum(heights)}"
+            raise UserError(f"{directory}: tensors {', '.join(names)}: {problem}")
+        joined = torch.cat([divided[name] for name in names])
+        divided |= dict(zip(names, joined.split(weight.sizes), strict=True))
+    return divided

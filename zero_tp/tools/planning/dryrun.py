@@ -7,7 +7,8 @@ tensors.
 
 With expert parallelism, where a token's rows go is unknown: `AssumedExchange` assumes it.
 
-Layers take the same bytes if they and their neighbours have the same window, MLP and recomputation.
+Layers take the same bytes if they and their neighbours have the same mixer, window, MLP and
+recomputation.
 So the dry run executes a few representative layers and repeats their bytes for all L layers.
 
 A plan for a CPU uses fake "cpu" tensors: the meta device would decompose attention and count its
@@ -117,7 +118,9 @@ def fake_micro_batch(
             recomputed = range(0)
         parts = zip(spec.windows, spec.rotaries, spec.mlps, strict=True)
         kinds = [
-            LayerKind(*layer_parts, number in recomputed)
+            LayerKind(
+                *layer_parts, number in recomputed, spec.mixers[number], spec.layer_names[number]
+            )
             for number, layer_parts in enumerate(parts)
         ]
         # A checkpoint on its way to the host is freed up to MAX_COPIES_OUT layers later, so a
@@ -135,7 +138,11 @@ def fake_micro_batch(
         if workload.documents:  # fake positions have no maximum
             rotaries = tuple(one and replace(one, by_length=False) for one in rotaries)
         windows = tuple(kind.window for kind in executed)
-        mlps = tuple(kind.mlp for kind in executed)
+        parts_by_layer = {
+            "mlps": tuple(kind.mlp for kind in executed),
+            "mixers": tuple(kind.mixer for kind in executed),
+            "mixed_layers": tuple(kind.layer for kind in executed),
+        }
         options: dict[str, Any] = {"pack": pack_single_tokens} if spec.causal else {}
         model = model_class(spec)(
             config,
@@ -146,7 +153,13 @@ def fake_micro_batch(
             device=device,
             # A generator of the simulated device cannot be made.
             random_device="cpu",
-            spec=replace(spec, layers=len(executed), windows=windows, mlps=mlps, rotaries=rotaries),
+            spec=replace(
+                spec,
+                layers=len(executed),
+                windows=windows,
+                rotaries=rotaries,
+                **parts_by_layer,
+            ),
         )
         # Dropout's masks are activations: in evaluation mode there are none.
         model.train()
@@ -261,13 +274,16 @@ def _fake_group(size: int) -> Group:
 class LayerKind(NamedTuple):
     """The properties of a layer that change its bytes.
 
-    They are its attention window, its rotation, its MLP, and whether it recomputes.
+    They are its attention window, its rotation, its MLP, whether it recomputes, its mixer, and its
+    name in LAYERS.
     """
 
     window: int | None
     rotary: Rotary | None
     mlp: str
     recomputes: bool
+    mixer: str = "attention"
+    layer: str = "sequential"
 
 
 def layer_contexts(kinds: Sequence[LayerKind], reach: int = 1) -> list[tuple[Any, ...]]:
@@ -289,12 +305,12 @@ def layer_contexts(kinds: Sequence[LayerKind], reach: int = 1) -> list[tuple[Any
     #
     # Three layers run, and layer 1's bytes are repeated for layers 1 to 4.
     neighbours: list[LayerKind | None] = [None, *kinds, None]
-    windows = [kind.window for kind in kinds]
+    masks = [(kind.mixer, kind.window) for kind in kinds]
     recomputes = [kind.recomputes for kind in kinds]
     return [
         (
             tuple(neighbours[number : number + 3]),
-            windows.index(kind.window) == number,
+            masks.index((kind.mixer, kind.window)) == number,
             min(reach, sum(recomputes[:number])) * kind.recomputes,
             min(reach, sum(recomputes[number + 1 :])) * kind.recomputes,
         )

@@ -27,9 +27,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from zero_tp.model.architectures.spec import LatentSpec, TransformerSpec
+from zero_tp.model.architectures.spec import CHUNK, LatentSpec, TransformerSpec
 from zero_tp.model.transformer import LAYERS
 from zero_tp.tools.planning.plan_settings import Workload
+
+DELTA_PAIRS, DELTA_FEATURES = 5, 9
+"""Tensors of the gated delta rule that backward needs: of pairs of tokens, and of features."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,20 @@ def sdpa_fused_core(layer: Layer) -> float:
     e = layer.itemsize
     rows = layer.scores / layer.s
     return 4 * rows + (e * layer.queries + (4 + e) * rows if layer.sinks else 0.0)
+
+
+def delta_core(layer: Layer, spec: TransformerSpec) -> float:
+    """Return the bytes that the gated delta rule keeps besides its inputs, in fp32.
+
+    For each value head these are products, decays and masks of the pairs of a chunk's tokens, and
+    keys, values and corrections.
+    """
+    delta = spec.gated_delta
+    if delta is None:
+        return 0.0
+    features = delta.key_size + delta.value_size
+    elements = DELTA_PAIRS * CHUNK + DELTA_FEATURES * features
+    return 4 * layer.s * layer.b * delta.value_heads * elements / layer.t
 
 
 # ---- a layer, by its recomputation ---------------------------------------------------------------

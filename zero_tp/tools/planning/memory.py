@@ -340,7 +340,13 @@ class PaperMemory:
         layer = self.layer
         policy = self.workload.policy
         stores_scores = self.workload.stores_scores(self.model.spec)
-        core = formulas.eager_core if stores_scores else formulas.sdpa_fused_core
+        of_attention = formulas.eager_core if stores_scores else formulas.sdpa_fused_core
+        spec = self.model.spec
+        share = len(spec.mixed_by("attention")) / spec.layers
+
+        def core(layer: formulas.Layer) -> float:
+            return share * of_attention(layer) + (1 - share) * formulas.delta_core(layer, spec)
+
         if not recomputes or policy.mode == "none":
             return formulas.saved(layer, core)
         # Offloaded checkpoints are in host memory, and the plan counts them there.

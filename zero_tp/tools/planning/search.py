@@ -313,6 +313,7 @@ def _policies(run: Workload, spec: TransformerSpec) -> list[RecomputePolicy]:
     """Return the policies of recomputation that a search tries, of a run's workload."""
     # Fused attention has no activations that selective recomputation could drop.
     is_fused = not run.stores_scores(spec) and not (run.cpu and spec.dropouts.attention)
+    is_fused = is_fused and spec.gated_delta is None
     policies = [
         RecomputePolicy(mode=mode) for mode in MODES if not (is_fused and mode == "selective")
     ]

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from zero_tp.model.architectures.spec import TransformerSpec
-from zero_tp.model.flops import forward_flops, head_products, projections
+from zero_tp.model.architectures.spec import CHUNK, TransformerSpec
+from zero_tp.model.flops import attention_core, delta_core, head_products, projections
 from zero_tp.model.norm import NORMS
 from zero_tp.model.transformer import LAYERS
 from zero_tp.parallel.devices import Device
@@ -38,6 +38,11 @@ EAGER_LAYER_LAUNCHES = 100
 LOSS_LAUNCHES = 310
 """Kernels of a layer's forward and backward, compiled and not, and of the loss's blocks, counted in
 a Llama (benchmarks/step_launches.py and a profile).
+"""
+DELTA_PAIR_PASSES, DELTA_FEATURE_PASSES = 10, 16
+DELTA_LAUNCHES, DELTA_CHUNK_LAUNCHES = 150, 27
+"""Of the gated delta rule: tensors that its forward reads or writes, and kernels of its forward and
+backward, beside chunks and in each. Counted in the code, and not measured on a device.
 """
 UPDATE_LAUNCHES = 21
 CHUNK_ELEMENTS = 2**24
@@ -204,7 +209,7 @@ class StepTimeEstimator:
             self.rates.product_seconds(self._tokens, columns, depth) for depth, columns in products
         )
         gradients = self._input_gradients(products) + self._weight_gradients(products)
-        core_forward, core_backward = self._attention_core()
+        core_forward, core_backward = self._cores()
         traffic = self.memory_traffic()
         bytes_forward, bytes_backward = (
             sum(sizes) for sizes in zip(*traffic.values(), strict=True)
@@ -240,12 +245,18 @@ class StepTimeEstimator:
     # ---- products --------------------------------------------------------------------------------
 
     def _attention_products(self) -> list[tuple[float, float]]:
-        """Return (inputs, outputs) of the products that make queries, keys and values."""
-        latents, *others = projections(self.spec, self.workload.tensor)
-        if self.spec.latent is None or not self.workload.sequence:
-            return [latents, *others]
-        # Under SP a rank makes those of its own tokens only.
-        return [(latents[0], latents[1] / self.workload.tensor), *others]
+        """Return (inputs, outputs) of the products that make queries, keys and values, a mean over
+        layers.
+        """
+        spec = self.spec
+        t = self.workload.tensor
+        (inputs, outputs), *others = projections(spec, t)
+        if spec.latent is not None and self.workload.sequence:
+            outputs /= t  # latents of the rank's own tokens only
+        if spec.gated_delta is not None:
+            share = self.attention_share
+            outputs = share * outputs + (1 - share) * spec.gated_delta.columns / t
+        return [(inputs, outputs), *others]
 
     def _mlp_product(self) -> tuple[float, float]:
         """Return (inputs, outputs) of the MLP's column-parallel product."""
@@ -257,10 +268,18 @@ class StepTimeEstimator:
         """Return (inputs, outputs) of the row-parallel products."""
         spec = self.spec
         t = self.workload.tensor
+        features: float = self.attention_share * spec.heads * spec.value_size
+        if spec.gated_delta is not None:
+            features += (1 - self.attention_share) * spec.gated_delta.values
         return [
-            (spec.heads * spec.value_size / t, spec.hidden),
+            (features / t, spec.hidden),
             (self.workload.active_width(spec) / t, spec.hidden),
         ]
+
+    @property
+    def attention_share(self) -> float:
+        """Return the share of the layers that have attention; others have the gated delta rule."""
+        return len(self.spec.mixed_by("attention")) / self.spec.layers
 
     @property
     def _tokens(self) -> int:
@@ -278,6 +297,31 @@ class StepTimeEstimator:
             for inputs, outputs in products
         )
 
+    def _cores(self) -> tuple[float, float]:
+        """Return the seconds of a layer's attention or recurrence, a mean over layers."""
+        share = self.attention_share
+        pairs = zip(self._attention_core(), self._delta_core(), strict=True)
+        forward, backward = (share * one + (1 - share) * other for one, other in pairs)
+        return forward, backward
+
+    def _delta_core(self) -> tuple[float, float]:
+        """Return the seconds of the gated delta rule in chunks, forward and backward, in fp32.
+
+        Between its products it reads and writes tensors of the pairs of a chunk's tokens, and of
+        their features.
+        """
+        spec = self.spec
+        delta = spec.gated_delta
+        if delta is None:
+            return 0.0, 0.0
+        workload = self.workload
+        flops = delta_core(spec, workload.batch, workload.length) / workload.tensor
+        features = delta.value_heads * (delta.key_size + delta.value_size)
+        elements = DELTA_PAIR_PASSES * CHUNK * delta.value_heads + DELTA_FEATURE_PASSES * features
+        traffic = 4 * self._tokens * elements / workload.tensor
+        forward = flops / self.rates.matrix + traffic / self.rates.memory
+        return forward, 2 * forward
+
     def _attention_core(self) -> tuple[float, float]:
         """Return the seconds of QKᵀ and of the attention-weighted sum of V, forward and backward.
 
@@ -287,10 +331,8 @@ class StepTimeEstimator:
         """
         spec = self.spec
         rates = self.rates
-        flops = (
-            forward_flops(spec, self.workload.batch, self.workload.length).core
-            / self.workload.tensor
-        )
+        workload = self.workload
+        flops = attention_core(spec, workload.batch, workload.length) / workload.tensor
         if self.workload.stores_scores(spec):
             # QKᵀ reads Q and K and writes the scores; the second product reads scores and V, and
             # writes an output as large as Q. Together twice the scores, Q and K.
@@ -347,13 +389,15 @@ class StepTimeEstimator:
         # With TP a row-parallel bias is added after the reduction.
         bias_in_product = self.workload.tensor == 1
         queries, keys = 2 * e * layer.queries, 2 * e * self._keys  # read and written
-        rotating = sum(rotary is not None for rotary in spec.rotaries) / spec.layers
+        share = self.attention_share
+        attention = spec.mixed_by("attention")
+        rotating = sum(spec.rotaries[number] is not None for number in attention) / spec.layers
         rotated = 2 * (queries + keys) * rotating
         eager = self.workload.stores_scores(spec)
-        transposed = queries + (queries + 2 * keys if eager else 0.0)
+        transposed = share * (queries + (queries + 2 * keys if eager else 0.0))
         # Forward has softmax, dropout, and `baddbmm`, which copies the mask into its result and
         # adds the product to it.
-        scores = layer.scores if eager else 0.0
+        scores = share * layer.scores if eager else 0.0
         sorted_copies = 0.0  # of tokens before the experts, and of their outputs
         arrived = 0.0  # rows of other ranks' tokens, which are sorted by expert
         if spec.experts is not None:
@@ -627,7 +671,9 @@ class StepTimeEstimator:
         settings = self.settings
         layers = self.spec.layers
         recomputed = self.workload.policy.mean_recomputed_layers(layers, settings.accumulation)
-        of_layer = LAYER_LAUNCHES if self.workload.compiled else EAGER_LAYER_LAUNCHES
+        of_layer: float = LAYER_LAUNCHES if self.workload.compiled else EAGER_LAYER_LAUNCHES
+        chunks = -(-self.workload.length // CHUNK)
+        of_layer += (1 - self.attention_share) * (DELTA_LAUNCHES + chunks * DELTA_CHUNK_LAUNCHES)
         # A third of a layer's kernels are its forward's.
         passes = settings.accumulation * ((layers + recomputed / 3) * of_layer + LOSS_LAUNCHES)
         # A rank of stages 1 and 2 updates the parameters of its partition; stage 3 cuts each one.
