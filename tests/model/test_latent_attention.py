@@ -5,10 +5,12 @@ Published sizes, FLOPs, norms with an epsilon of their own, two scales of YaRN, 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.compare import check_close
@@ -20,6 +22,7 @@ from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.configs import config_from_block
 from zero_tp.model.attention import fill_widths
 from zero_tp.model.flops import model_flops
+from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.topology import Topology
 from zero_tp.tools.planning.memory import model_size
 
@@ -117,3 +120,25 @@ def test_what_is_not_computed_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         config_from_block(fields(model_type, **changes))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layer"), [("deepseek_v3", 61), ("glm4_moe_lite", 47), ("glm4_moe", 92)]
+)
+def test_multi_token_prediction_is_left_out_with_a_line(
+    model_type: str, layer: int, tmp_path: Path
+) -> None:
+    reference = decoder(fields(model_type), 1)
+    reference.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"model.layers.{layer}.eh_proj.weight"] = torch.zeros(2, 4)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    words = (
+        rf"left out: multi-token prediction \(model\.layers\.{layer}\.eh_proj\.weight and .*1 in"
+    )
+    with pytest.warns(UserWarning, match=words):
+        model = ZeroTPForCausalLM.from_pretrained(tmp_path, Topology(world=1))
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        found, expected = model(tokens).logits, reference(input_ids=tokens).logits
+    check_close({"logits": found}, {"logits": expected})

@@ -270,6 +270,11 @@ def require_window(config: PretrainedConfig) -> None:
         raise ConfigError(f"{MODEL_KEY}.sliding_window", problem, remedy)
 
 
+def multi_token(pattern: str) -> dict[str, str]:
+    """Return `untrained_parts` for the tensors that predict further tokens, by their names."""
+    return {pattern: "multi-token prediction"}
+
+
 def architecture(
     fields: Fields,
     spec: Callable[[PretrainedConfig], TransformerSpec],

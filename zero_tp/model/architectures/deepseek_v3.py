@@ -38,6 +38,6 @@ ARCHITECTURE = common.architecture(
     spec,
     "DeepseekV3ForCausalLM",
     weights,
-    # The layer of published files that predicts a second token; transformers drops it by this name.
-    obsolete_tensors=(r"layers\.61\..*",),
+    # By transformers' own name of that layer.
+    untrained_parts=common.multi_token(r"(model\.)?layers\.61\..*"),
 )

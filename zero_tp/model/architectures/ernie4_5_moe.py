@@ -113,5 +113,5 @@ ARCHITECTURE = common.architecture(
     "Ernie4_5_MoeForCausalLM",
     WEIGHTS,
     # Layers that predict a second token, which transformers drops.
-    obsolete_tensors=(r".*mtp.*",),
+    untrained_parts=common.multi_token(r".*mtp.*"),
 )

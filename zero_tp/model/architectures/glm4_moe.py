@@ -39,6 +39,6 @@ ARCHITECTURE = common.architecture(
     spec,
     "Glm4MoeForCausalLM",
     grouped_experts.WEIGHTS,
-    # Layers of published files that predict a second token; transformers drops them by these names.
-    obsolete_tensors=(r"layers\.(46|92)\..*",),
+    # By transformers' own name of that layer.
+    untrained_parts=common.multi_token(r"(model\.)?layers\.(46|92)\..*"),
 )

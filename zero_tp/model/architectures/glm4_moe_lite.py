@@ -21,6 +21,6 @@ ARCHITECTURE = common.architecture(
     deepseek_v3.spec,
     "Glm4MoeLiteForCausalLM",
     deepseek_v3.weights,
-    # See deepseek_v3.
-    obsolete_tensors=(r"layers\.47\..*",),
+    # By transformers' own name of that layer.
+    untrained_parts=common.multi_token(r"(model\.)?layers\.47\..*"),
 )

@@ -102,7 +102,7 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
     return llama_names.weights(spec, mixer_weights(spec, of_delta))
 
 
-MULTI_TOKEN = {r"mtp\..*": "multi-token prediction"}
+MULTI_TOKEN = common.multi_token(r"mtp\..*")
 ARCHITECTURE = common.architecture(
     FIELDS, spec, "Qwen3NextForCausalLM", weights, untrained_parts=MULTI_TOKEN
 )
