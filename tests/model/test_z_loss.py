@@ -44,8 +44,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "scaled": fields("granitemoeshared", logits_scaling=3.0),
     "shared experts": fields("qwen2_moe", output_router_logits=False),
     "sigmoid": corrected_fields("glm4_moe"),
+    "biased": fields("gpt_oss"),
 }
-WITH_EXPERTS = ("mixtral", "scaled", "shared experts", "sigmoid")
+WITH_EXPERTS = ("mixtral", "scaled", "shared experts", "sigmoid", "biased")
 
 
 def reference_loss(

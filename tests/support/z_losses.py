@@ -36,7 +36,7 @@ def recorded_router_logits(model: Any) -> Iterator[list[Tensor]]:
         hook.remove()
 
 
-ROUTERS = ("mlp.gate", "block_sparse_moe.router")
+ROUTERS = ("mlp.gate", "mlp.router", "block_sparse_moe.router")
 """Names of the modules of transformers' classes that return their logits first."""
 
 
