@@ -273,7 +273,8 @@ class LoadedBlock:
             return np.frombuffer(data, self._dtype)
         parts = [TokenRange(**part) for part in json.loads(self._block.read("parts") or b"[]")]
         loaded = [part.load().astype(self._dtype, copy=False) for part in parts]
-        return np.concatenate(loaded) if len(loaded) != 1 else loaded[0]
+        nothing = np.zeros(0, self._dtype)
+        return loaded[0] if len(loaded) == 1 else np.concatenate([nothing, *loaded])
 
     def bounds(self, eos: int) -> tuple[int, int]:
         """Return what no id is below or above, that of end-of-text included."""
