@@ -197,7 +197,10 @@ def test_padding_on_the_left_writes_nothing(model_type: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("model_type", in_tiers(TYPES, ["olmo_hybrid"]))
-@pytest.mark.parametrize("modules", [["attention_core"], ["attention_core", "norm"]])
+@pytest.mark.parametrize(
+    "modules",
+    in_tiers([["attention_core"], ["attention_core", "norm"]], [["attention_core", "norm"]]),
+)
 def test_recomputation_changes_no_bit(model_type: str, modules: list[str], seed: int) -> None:
     reference = reference_of(model_type, seed)
     tokens = torch.randint(61, (2, CHUNK + 9))
@@ -229,7 +232,7 @@ COUNTED = {
 """What torch does not count, or as if it were dense."""
 
 
-@pytest.mark.parametrize(("key_heads", "value_heads"), [(4, 4), (2, 8)])
+@pytest.mark.parametrize(("key_heads", "value_heads"), in_tiers([(4, 4), (2, 8)], [(4, 4)]))
 def test_flops_are_those_that_torch_counts(key_heads: int, value_heads: int) -> None:
     sizes = {
         "hidden_size": 128,

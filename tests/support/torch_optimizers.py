@@ -25,7 +25,11 @@ BY_ADAMW = re.compile(
 )
 
 
-QKV = re.compile(r"(q_proj|q_b_proj|k_proj|v_proj|qkv_proj|c_attn|query_key_value)\.weight$")
+KERNELS = "conv1d"
+"""Of a convolution, which are no matrices."""
+QKV = re.compile(
+    r"(?<!linear_attn\.)(q_proj|q_b_proj|k_proj|v_proj|qkv_proj|c_attn|query_key_value)\.weight$"
+)
 
 
 @contextmanager
@@ -72,7 +76,7 @@ class TorchOptimizers:
         for name, leaf in self.leaves.items():
             by_adamw = "betas" in params or BY_ADAMW.search(name)
             # The biases of a layer's experts are one tensor.
-            is_vector = leaf.dim() < 2 or name.endswith("bias")
+            is_vector = leaf.dim() < 2 or name.endswith("bias") or KERNELS in name
             kind = 2 if is_vector else 1 if by_adamw else 0
             groups[kind].append(leaf)
         muon = {name: value for name, value in params.items() if name not in ("adamw", "per_head")}
@@ -91,7 +95,8 @@ class TorchOptimizers:
         tensors: dict[str, Tensor] = {}
         for name, tensor in file_tensors(self.weights, values).items():
             stacked = {f"{name}{EXPERT}{number}": expert for number, expert in enumerate(tensor)}
-            tensors |= stacked if tensor.dim() == 3 else {name: tensor}
+            is_stacked = tensor.dim() == 3 and KERNELS not in name
+            tensors |= stacked if is_stacked else {name: tensor}
         if not self.per_head:
             return tensors
         split: dict[str, Tensor] = {}

@@ -116,13 +116,7 @@ def fake_micro_batch(
         # The micro-batch that keeps all its activations has the peak.
         if workload.policy.keep_micro_batches:
             recomputed = range(0)
-        parts = zip(spec.windows, spec.rotaries, spec.mlps, strict=True)
-        kinds = [
-            LayerKind(
-                *layer_parts, number in recomputed, spec.mixers[number], spec.layer_names[number]
-            )
-            for number, layer_parts in enumerate(parts)
-        ]
+        kinds = layer_kinds(spec, recomputed)
         # A checkpoint on its way to the host is freed up to MAX_COPIES_OUT layers later, so a
         # layer's bytes depend on that many recomputing neighbours.
         reach = MAX_COPIES_OUT if workload.offloads_checkpoints else 1
@@ -134,15 +128,6 @@ def fake_micro_batch(
         representatives = [
             number if all_layers else numbers[context] for number, context in contexts
         ]
-        rotaries = tuple(kind.rotary for kind in executed)
-        if workload.documents:  # fake positions have no maximum
-            rotaries = tuple(one and replace(one, by_length=False) for one in rotaries)
-        windows = tuple(kind.window for kind in executed)
-        parts_by_layer = {
-            "mlps": tuple(kind.mlp for kind in executed),
-            "mixers": tuple(kind.mixer for kind in executed),
-            "mixed_layers": tuple(kind.layer for kind in executed),
-        }
         options: dict[str, Any] = {"pack": pack_single_tokens} if spec.causal else {}
         model = model_class(spec)(
             config,
@@ -153,13 +138,7 @@ def fake_micro_batch(
             device=device,
             # A generator of the simulated device cannot be made.
             random_device="cpu",
-            spec=replace(
-                spec,
-                layers=len(executed),
-                windows=windows,
-                rotaries=rotaries,
-                **parts_by_layer,
-            ),
+            spec=spec_of_layers(spec, executed, documents=workload.documents),
         )
         # Dropout's masks are activations: in evaluation mode there are none.
         model.train()
@@ -284,6 +263,39 @@ class LayerKind(NamedTuple):
     recomputes: bool
     mixer: str = "attention"
     layer: str = "sequential"
+
+
+def layer_kinds(spec: TransformerSpec, recomputed: Sequence[int]) -> list[LayerKind]:
+    """Return each layer's kind.
+
+    Args:
+        recomputed: numbers of the layers that recompute.
+    """
+    recomputes = tuple(number in recomputed for number in range(spec.layers))
+    parts = (spec.windows, spec.rotaries, spec.mlps, recomputes, spec.mixers, spec.layer_names)
+    return [LayerKind(*of_layer) for of_layer in zip(*parts, strict=True)]
+
+
+def spec_of_layers(
+    spec: TransformerSpec, kinds: Sequence[LayerKind], *, documents: bool
+) -> TransformerSpec:
+    """Return the spec of a model of these layers.
+
+    Args:
+        documents: rows have packed documents, whose fake positions have no maximum.
+    """
+    rotaries = tuple(kind.rotary for kind in kinds)
+    if documents:
+        rotaries = tuple(one and replace(one, by_length=False) for one in rotaries)
+    return replace(
+        spec,
+        layers=len(kinds),
+        windows=tuple(kind.window for kind in kinds),
+        mlps=tuple(kind.mlp for kind in kinds),
+        rotaries=rotaries,
+        mixers=tuple(kind.mixer for kind in kinds),
+        mixed_layers=tuple(kind.layer for kind in kinds),
+    )
 
 
 def layer_contexts(kinds: Sequence[LayerKind], reach: int = 1) -> list[tuple[Any, ...]]:

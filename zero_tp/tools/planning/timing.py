@@ -373,6 +373,18 @@ class StepTimeEstimator:
         _, mlp = self._mlp_product()
         return self._tokens * (attention * self.spec.qkv_bias + mlp * self.spec.mlp_bias)
 
+    def _heads(self) -> float:
+        """Return the bytes that rotations and transposes of heads move, forward or backward."""
+        spec = self.spec
+        e = self.workload.itemsize
+        queries, keys = 2 * e * self.layer.queries, 2 * e * self._keys  # read and written
+        attention = spec.mixed_by("attention")
+        rotating = sum(spec.rotaries[number] is not None for number in attention) / spec.layers
+        rotated = 2 * (queries + keys) * rotating
+        eager = self.workload.stores_scores(spec)
+        transposed = queries + (queries + 2 * keys if eager else 0.0)
+        return self.attention_share * transposed + rotated
+
     def memory_traffic(self) -> dict[str, Traffic]:
         """Return the bytes by operation, without products. `recompute.modules` has the same names.
 
@@ -388,16 +400,11 @@ class StepTimeEstimator:
         dropped = 2 * (2 * e + 1) * stream if spec.dropouts.residual else 0.0
         # With TP a row-parallel bias is added after the reduction.
         bias_in_product = self.workload.tensor == 1
-        queries, keys = 2 * e * layer.queries, 2 * e * self._keys  # read and written
-        share = self.attention_share
-        attention = spec.mixed_by("attention")
-        rotating = sum(spec.rotaries[number] is not None for number in attention) / spec.layers
-        rotated = 2 * (queries + keys) * rotating
         eager = self.workload.stores_scores(spec)
-        transposed = share * (queries + (queries + 2 * keys if eager else 0.0))
+        heads = self._heads()
         # Forward has softmax, dropout, and `baddbmm`, which copies the mask into its result and
         # adds the product to it.
-        scores = share * layer.scores if eager else 0.0
+        scores = self.attention_share * layer.scores if eager else 0.0
         sorted_copies = 0.0  # of tokens before the experts, and of their outputs
         arrived = 0.0  # rows of other ranks' tokens, which are sorted by expert
         if spec.experts is not None:
@@ -430,7 +437,7 @@ class StepTimeEstimator:
                 e * layer.mlp * spec.mlp_matrices,
                 e * layer.mlp * (2 * spec.mlp_matrices - 1),
             ),
-            "heads": (transposed + rotated, transposed + rotated),
+            "heads": (heads, heads),
             # Forward sorts arrived rows and outputs, backward both again and gradients.
             "experts": (
                 4 * e * (sorted_copies + arrived),
