@@ -80,7 +80,7 @@ def recurrent(inputs: dict[str, Tensor], state: Tensor | None = None) -> tuple[T
 @pytest.mark.parametrize("continues", [False, True])
 def test_chunks_equal_the_recurrence(length: int, continues: bool, seed: int) -> None:
     """What is read, the last state, and every gradient."""
-    outputs = []
+    outputs: list[dict[str, Any]] = []
     begun = torch.randn(2, 6, 5, 4, generator=torch.Generator().manual_seed(seed))
     weights = [torch.randn(2, length, 6, 4), torch.randn(2, 6, 5, 4)]
     for function in (recurrent, ours):
@@ -90,8 +90,10 @@ def test_chunks_equal_the_recurrence(length: int, continues: bool, seed: int) ->
         if state is not None and function is ours:
             given_state = state.unflatten(1, (SIZES["keys"], -1))
         results = function(inputs, state=given_state)
-        sum((one * weight).sum() for one, weight in zip(results, weights, strict=True)).backward()
-        gradients = {f"gradient of {name}": one.grad for name, one in inputs.items()}
+        torch.autograd.backward(results, weights)
+        gradients: dict[str, Any] = {
+            f"gradient of {name}": one.grad for name, one in inputs.items()
+        }
         if state is not None:
             gradients["gradient of the state"] = state.grad
         outputs.append({"read": results[0], "state": results[1], **gradients})
@@ -106,7 +108,7 @@ def test_packed_sequences_are_each_alone(lengths: list[int], seed: int) -> None:
     total = sum(lengths)
     numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     ids = torch.stack((numbers, torch.zeros_like(numbers)), 1).unsqueeze(-1)  # row 1 is one
-    outputs = []
+    outputs: list[dict[str, Any]] = []
     weight = torch.randn(2, total, 6, 4)
     for function in (recurrent, ours):
         inputs = {name: one.requires_grad_() for name, one in drawn(total, seed).items()}
@@ -121,7 +123,9 @@ def test_packed_sequences_are_each_alone(lengths: list[int], seed: int) -> None:
             whole = recurrent({name: one[1:] for name, one in inputs.items()})[0]
             read = torch.cat((torch.cat(pieces, 1), whole))
         (read * weight).sum().backward()
-        gradients = {f"gradient of {name}": one.grad for name, one in inputs.items()}
+        gradients: dict[str, Any] = {
+            f"gradient of {name}": one.grad for name, one in inputs.items()
+        }
         outputs.append({"read": read, **gradients})
     check_close(outputs[1], outputs[0], relative=2e-5)
 

@@ -58,7 +58,7 @@ def tiny_fields(model_type: str, vocabulary: int) -> dict[str, Any]:
     """
     declared = AutoConfig.for_model(model_type).to_dict()
     wanted = GPT2 if model_type == "gpt2" else SIZES
-    fields = {name: value for name, value in wanted.items() if name in declared}
+    fields: dict[str, Any] = {name: value for name, value in wanted.items() if name in declared}
     if "linear_conv_kernel_dim" in declared:
         fields |= {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL]}
     tokens = {

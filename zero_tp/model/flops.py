@@ -55,18 +55,19 @@ def layer_products(spec: TransformerSpec) -> float:
     """
     attention = sum(inputs * outputs for inputs, outputs in projections(spec))
     attention += spec.heads * spec.value_size * spec.hidden
-    mixers = len(spec.mixed_by("attention")) * attention
+    share = spec.attention_share
+    mixer = share * attention
     delta = spec.gated_delta
     if delta is not None:
         convolution = delta.kernel * (2 * delta.keys + delta.values)
         matrices = spec.hidden * (delta.columns + delta.values) + convolution
-        mixers += len(spec.mixed_by("gated_delta")) * matrices
+        mixer += (1 - share) * matrices
     choices = 0
     if spec.experts is not None:
         has_gate = spec.experts.shared > 0 and spec.experts.shared_gate
         choices = spec.experts.count + has_gate
     routers = spec.hidden * choices * len(spec.expert_layers) / spec.layers
-    return mixers / spec.layers + routers + spec.mlp_matrices * spec.hidden * spec.active_width
+    return mixer + routers + spec.mlp_matrices * spec.hidden * spec.active_width
 
 
 def head_products(spec: TransformerSpec) -> int:
@@ -111,9 +112,9 @@ def forward_flops(
         label_fraction: share of the tokens that go through the head.
     """
     tokens = batch * length
-    cores = len(spec.mixed_by("attention")) * attention_core(spec, batch, length)
-    cores += len(spec.mixed_by("gated_delta")) * delta_core(spec, batch, length)
-    core = cores / spec.layers
+    share = spec.attention_share
+    core = share * attention_core(spec, batch, length)
+    core += (1 - share) * delta_core(spec, batch, length)
     return ForwardFlops(
         2.0 * tokens * layer_products(spec),
         core,

@@ -111,9 +111,9 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         tokens, weight, ids = ctx.saved_tensors
-        inputs = [tokens.detach().requires_grad_(), weight.detach().requires_grad_()]
+        inputs = (tokens.detach().requires_grad_(), weight.detach().requires_grad_())
         with torch.enable_grad():
-            output = _convolve(*inputs, ctx.activation, ids)
+            output = _convolve(inputs[0], inputs[1], ctx.activation, ids)
         return (*torch.autograd.grad(output, inputs, gradient), None, None)
 
 
@@ -317,7 +317,7 @@ class _GatedOutput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         normed, gate = ctx.saved_tensors
-        activated, pull = torch.func.vjp(F.silu, gate.float())
+        activated, pull = torch.func.vjp(F.silu, gate.float())[:2]
         (gate_gradient,) = pull(gradient.float() * normed.float())
         return (gradient * activated).to(normed.dtype), gate_gradient.to(gate.dtype)
 

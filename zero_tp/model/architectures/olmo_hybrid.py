@@ -62,7 +62,7 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
     )
 
 
-NORMS = {
+NORMS: dict[str, dict[str, tuple[str, str | None]]] = {
     "gated_delta": {
         "attention_norm": ("attention_layer_norm", "input_layernorm"),
         "mlp_norm": ("feedforward_layer_norm", "post_attention_layernorm"),

@@ -5,6 +5,7 @@ of the gated delta rule.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from zero_tp.model.architectures import common, llama_names, qwen3_next
 from zero_tp.model.architectures.delta_names import (
@@ -34,7 +35,7 @@ def weights(spec: TransformerSpec) -> tuple[Weight, ...]:
     return llama_names.weights(spec, mixer_weights(spec, of_delta))
 
 
-FILES = {
+FILES: dict[str, Any] = {
     "untrained_parts": qwen3_next.MULTI_TOKEN,
     # As transformers saves the text model of one that reads pictures.
     "other_prefixes": {"model.language_model.": "model."},

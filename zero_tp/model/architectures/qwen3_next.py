@@ -83,10 +83,10 @@ def spec(
     Args:
         unread: see `rotary`.
     """
-    rotates = {"partial_rotary": True, "unread": unread}
+    head_size = common.head_size_of(config)
     return common.spec(
         config,
-        rotaries=rotaries(config, common.head_size_of(config), **rotates),
+        rotaries=rotaries(config, head_size, partial_rotary=True, unread=unread),
         norm="offset_rms_norm",
         query_key_norm="heads",
         output_gate=True,

@@ -326,6 +326,11 @@ class TransformerSpec:
         return tuple(number for number, name in enumerate(self.mixers) if name == mixer)
 
     @property
+    def attention_share(self) -> float:
+        """Return the share of the layers that have attention."""
+        return len(self.mixed_by("attention")) / len(self.mixers)
+
+    @property
     def mlp_matrices(self) -> int:
         """Return the number of matrices of one MLP, or of one expert (`MLP_MATRICES`)."""
         for name in self.mlps:

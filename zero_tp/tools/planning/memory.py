@@ -342,7 +342,7 @@ class PaperMemory:
         stores_scores = self.workload.stores_scores(self.model.spec)
         of_attention = formulas.eager_core if stores_scores else formulas.sdpa_fused_core
         spec = self.model.spec
-        share = len(spec.mixed_by("attention")) / spec.layers
+        share = spec.attention_share
 
         def core(layer: formulas.Layer) -> float:
             return share * of_attention(layer) + (1 - share) * formulas.delta_core(layer, spec)

@@ -279,7 +279,7 @@ class StepTimeEstimator:
     @property
     def attention_share(self) -> float:
         """Return the share of the layers that have attention; others have the gated delta rule."""
-        return len(self.spec.mixed_by("attention")) / self.spec.layers
+        return self.spec.attention_share
 
     @property
     def _tokens(self) -> int:
@@ -379,7 +379,7 @@ class StepTimeEstimator:
         e = self.workload.itemsize
         queries, keys = 2 * e * self.layer.queries, 2 * e * self._keys  # read and written
         attention = spec.mixed_by("attention")
-        rotating = sum(spec.rotaries[number] is not None for number in attention) / spec.layers
+        rotating = sum(spec.rotaries[number] is not None for number in attention) / len(spec.mixers)
         rotated = 2 * (queries + keys) * rotating
         eager = self.workload.stores_scores(spec)
         transposed = queries + (queries + 2 * keys if eager else 0.0)
@@ -679,8 +679,8 @@ class StepTimeEstimator:
         layers = self.spec.layers
         recomputed = self.workload.policy.mean_recomputed_layers(layers, settings.accumulation)
         of_layer: float = LAYER_LAUNCHES if self.workload.compiled else EAGER_LAYER_LAUNCHES
-        chunks = -(-self.workload.length // CHUNK)
-        of_layer += (1 - self.attention_share) * (DELTA_LAUNCHES + chunks * DELTA_CHUNK_LAUNCHES)
+        of_delta = DELTA_LAUNCHES + DELTA_CHUNK_LAUNCHES * -(-self.workload.length // CHUNK)
+        of_layer += (1 - self.attention_share) * of_delta
         # A third of a layer's kernels are its forward's.
         passes = settings.accumulation * ((layers + recomputed / 3) * of_layer + LOSS_LAUNCHES)
         # A rank of stages 1 and 2 updates the parameters of its partition; stage 3 cuts each one.
