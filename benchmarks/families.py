@@ -36,11 +36,24 @@ GROUPS = {
     **{"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2},
     **{"topk_group": 1, "moe_intermediate_size": 704},
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 704}
+DELTA = {
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_key_value_heads": 2},
+    **{"linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 64},
+}
 FIELDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "youtu": LATENTS,
     "deepseek_v3": {**LATENTS, **GROUPS, "first_k_dense_replace": 1},
     "glm4_moe_lite": {**LATENTS, **GROUPS},
+    "gpt_oss": {
+        **{"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 704},
+        **{"num_key_value_heads": 2, "head_dim": 64, "sliding_window": 128},
+    },
+    "qwen3_next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 704},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 704},
+    "olmo_hybrid": {"linear_key_head_dim": 48, "linear_value_head_dim": 96, "pad_token_id": 0},
 }
 """model_type → the fields that differ from SIZES."""
 ADAMW = {"lr": 1e-4, "weight_decay": 0.0}

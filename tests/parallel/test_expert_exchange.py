@@ -21,6 +21,7 @@ from tests.support.corrected_routers import reference_model as reference_with_bi
 from tests.support.experts import fields, inputs, reference_model
 from tests.support.native import gradients_to_ours, parallel_model
 from tests.support.pools import Pools
+from tests.support.tiny_configs import general_fields
 from tests.tiers import in_tiers
 from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
@@ -112,7 +113,8 @@ def compare(
     if model_type in WITH_BIASES:
         reference = reference_with_biases(1, model_type=model_type, **changes)
     else:
-        reference = reference_model(fields(model_type, **changes), 1, routing)
+        of_linear = general_fields(model_type) if model_type in LINEAR else fields(model_type)
+        reference = reference_model({**of_linear, **changes}, 1, routing)
     batch = inputs(61, padded=False, batch=2 * topology.data)
     parts = [
         {name: rows.chunk(topology.data)[rank] for name, rows in batch.items()}
@@ -149,6 +151,8 @@ def with_experts(count: int, model_type: str) -> dict[str, Any]:
     return {"num_local_experts" if is_local else "num_experts": count}
 
 
+LINEAR = ("qwen3_next", "qwen3_5_moe_text")
+"""Model types with experts, most of whose layers have linear attention."""
 CASES = [
     # model type, TP, SP, E, routing, recomputation
     ("mixtral", 1, False, 2, "random", "none"),
@@ -164,6 +168,8 @@ CASES = [
     ("dots1", 1, False, 2, "random", "none"),
     ("deepseek_v3", 2, True, 2, "random", "selective"),
     ("ernie4_5_moe", 2, False, 2, "random", "selective"),
+    ("qwen3_next", 2, True, 2, "random", "full"),
+    ("qwen3_5_moe_text", 1, False, 2, "random", "none"),
     ("gpt_oss", 2, True, 2, "random", "full"),
     ("gpt_oss", 1, False, 4, "unused expert", "selective"),
 ]
@@ -185,6 +191,8 @@ def test_both_losses_and_every_gradient(
     """Of 4 ranks. If all tokens choose one expert, the other ranks of a group have no row."""
     one = {"num_experts_per_tok": 1} if routing == "one expert" else {}
     changes = {} if model_type in WITH_BIASES else with_experts(8, model_type) | one
+    if model_type == "qwen3_next":
+        changes["mlp_only_layers"] = []
     arguments = (model_type, tensor, sequence, expert, routing, recompute, changes)
     found = ranks(4).run(compare, *arguments)
     layers = 2 if model_type in (*WITH_BIASES, "qwen2_moe") else 3
