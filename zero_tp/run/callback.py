@@ -1,6 +1,6 @@
 """Callbacks watch and extend a training run.
 
-Logging, guards, validation and checkpoints are all callbacks.
+Logging, validation and checkpoints are all callbacks. Guards of a step are in engine/guards.py.
 """
 
 from __future__ import annotations

@@ -53,6 +53,31 @@ def test_published_files_are_read(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("model_type", "billions", "without_embeddings"),
+    [
+        ("deepseek_v3", 671, None),  # arXiv 2412.19437, abstract
+        ("glm4_moe_lite", 30, None),  # the model card of GLM-4.7-Flash, a 30B-A3B
+        ("youtu", 1.96, None),  # the model card of Youtu-LLM-2B
+        ("qwen3_next", 80, 79),  # the model card of Qwen3-Next-80B-A3B
+        ("qwen3_5_moe_text", 35, None),  # the name Qwen3.5-35B-A3B
+        ("olmo_hybrid", 7, None),  # the name Olmo-Hybrid-7B
+    ],
+)
+def test_the_class_s_defaults_are_those_of_a_published_model(
+    model_type: str, billions: float, without_embeddings: float | None
+) -> None:
+    """As its publisher rounds the number of weights."""
+    config = config_from_block({"model_type": model_type})
+    model = our_class(config)(config, device="meta", dtype=torch.bfloat16)
+    count = sum(weight.numel() for weight in model.parameters())
+    digits = 2 if billions < 2 else 0
+    assert round(count / 1e9, digits) == billions
+    if without_embeddings is not None:
+        both = 2 * model.spec.vocabulary * model.spec.hidden
+        assert round((count - both) / 1e9) == without_embeddings
+
+
+@pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
         (

@@ -477,8 +477,7 @@ def _check_keys(
         check_token_lengths(values, lengths)
     with collector:
         # Each block of this function adds its errors to the collector, so that one start shows all
-        # wrong keys.
-        # Only for its errors: the sections are made after `fill`.
+        # wrong keys. This one parses for its errors only: the sections are made after `fill`.
         parse_settings(values, auto_keys=(*auto_keys, *token_arguments(values, lengths)))
     with collector:
         zero_tp = _check_block(block)

@@ -349,7 +349,8 @@ def plan(
         workload = workload_in(stage)
         return rank_memory(stage, cpu=device.is_cpu, model=model, workload=workload)
 
-    config, stage = largest_stage(config, lambda one: memory_in(one).peak.total)
-    workload = workload_in(config)
-    memory = memory_in(config)
-    return Plan(device, model, workload, memory, config, tokens, stage)
+    # A run of several stages is planned by the one that needs the most memory.
+    largest, name = largest_stage(config, lambda one: memory_in(one).peak.total)
+    workload = workload_in(largest)
+    memory = memory_in(largest)
+    return Plan(device, model, workload, memory, largest, tokens, name)

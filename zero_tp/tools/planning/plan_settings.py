@@ -216,8 +216,8 @@ class ZeroSettings:
             `reduces_to_owners`.
         pins_optimizer: the offloaded optimizer's buffers are page-locked; those of offloaded
             parameters always are.
-        reduce_bucket, prefetch_bucket, persistence_threshold, max_live, max_reuse, sub_group:
-        elements.
+        reduce_bucket, prefetch_bucket, persistence_threshold, max_live, max_reuse, sub_group: in
+            elements.
     """
 
     stage: int
