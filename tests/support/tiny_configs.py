@@ -32,6 +32,8 @@ SIZES = {
         "shared_expert_intermediate_size": 16,
         "n_routed_experts": 2,
         "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
         "first_k_dense_replace": 0,
         "mlp_layer_types": ["sparse"],
         "q_lora_rank": 8,

@@ -85,8 +85,9 @@ def test_a_rank_reads_its_slices(
         def __init__(self, stored: Any):
             self.stored = stored
 
-        def t(self) -> Counted:
-            return Counted(self.stored.t())
+        @property
+        def mT(self) -> Counted:
+            return Counted(self.stored.mT)
 
         def __getitem__(self, index: Any) -> Tensor:
             piece: Tensor = self.stored[index]
