@@ -22,6 +22,7 @@ from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.deepspeed import ActivationCheckpointing
 from zero_tp.base.settings.recompute import RecomputePolicy
+from zero_tp.model.architectures.configs import config_from_block
 from zero_tp.model.flops import model_flops
 from zero_tp.model.gated_delta import CHUNK, chunked
 from zero_tp.model.huggingface import ZeroTPForCausalLM
@@ -280,6 +281,28 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(UserError, match=message):
             ZeroTPForCausalLM(decoder_config(**fields), device="meta")
+    without_linear = decoder_config(linear_num_key_heads=3, linear_num_value_heads=6)
+    without_linear.layer_types = ["full_attention"] * 3
+    ZeroTPForCausalLM(without_linear, device="meta").spec.check(2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "message"),
+    [
+        ("qwen3_next", {"full_attention_interval": 0}, r"model\.full_attention_interval: "),
+        ("olmo_hybrid", {"linear_a_log_min": -5.0}, "linear_a_log_min: -5 is negative"),
+        ("olmo_hybrid", {"linear_a_log_max": 0.0}, "linear_a_log_max: 0 is the end of a range"),
+        ("olmo_hybrid", {"linear_dt_min": 1.0}, "linear_dt_max: 0.1 is the end .* begins at 1;"),
+    ],
+)
+def test_values_without_a_model_are_refused(
+    model_type: str, fields: dict[str, Any], message: str
+) -> None:
+    written = general_fields(model_type) | fields
+    if "full_attention_interval" in fields:
+        del written["layer_types"]
+    with pytest.raises(UserError, match=message):
+        config_from_block(written)
 
 
 def decoder_config(**fields: Any) -> Any:

@@ -93,6 +93,10 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
         causes = [
             name for name in fields if re.search(rf"\b({name}|{name.replace('_', ' ')})\b", why)
         ]
+        if isinstance(error, ZeroDivisionError):
+            causes = causes or [
+                name for name, value in fields.items() if value == 0 and name not in TOKEN_IDS
+            ]
         if "rope_parameters" in why:
             causes = causes or [name for name in ROPE if name in fields]  # its older names
         if "attention layer" in why or "_attention' layer" in why:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 from transformers import PretrainedConfig
 
+from zero_tp.base.constants import MODEL_KEY
+from zero_tp.base.errors import ConfigError
 from zero_tp.model.architectures import common, llama_names, qwen3_next
 from zero_tp.model.architectures.delta_names import delta_weights, mixer_weights
 from zero_tp.model.architectures.llama_names import HF_LAYER, OUR_LAYER
@@ -32,8 +34,23 @@ FIELDS = common.fields(
 )
 
 
+def _check_ranges(config: PretrainedConfig) -> None:
+    """Check the ranges of which a new model's decays and steps are drawn."""
+    for first, last in (
+        ("linear_a_log_min", "linear_a_log_max"),
+        ("linear_dt_min", "linear_dt_max"),
+    ):
+        low, high = getattr(config, first), getattr(config, last)
+        if low < 0:
+            raise ConfigError(f"{MODEL_KEY}.{first}", f"{low:g} is negative", "give 0 or more")
+        if high < low or high == 0:
+            problem = f"{high:g} is the end of a range that begins at {low:g}"
+            raise ConfigError(f"{MODEL_KEY}.{last}", problem, "give more, and more than 0")
+
+
 def spec(config: PretrainedConfig) -> TransformerSpec:
     """Return Llama's spec with this architecture's differences."""
+    _check_ranges(config)
     mixers = qwen3_next.mixers(config)
     # Published models rotate nothing.
     rotates = (config.rope_parameters or {}).get("rope_theta") is not None

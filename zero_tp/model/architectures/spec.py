@@ -409,7 +409,7 @@ class TransformerSpec:
             sizes |= {"expert width": self.experts.size, "shared expert width": self.experts.shared}
             # Each rank has some features of the second matrices' biases.
             sizes |= {"hidden size": self.hidden if self.experts.bias else 0}
-        if self.gated_delta is not None:
+        if self.gated_delta is not None and self.mixed_by("gated_delta"):
             # A rank has whole key heads, and the value heads that they serve.
             sizes["linear key heads"] = self.gated_delta.key_heads
         for name, size in sizes.items():

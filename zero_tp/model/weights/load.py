@@ -138,7 +138,9 @@ class PretrainedSource:
         )
         self.left_out = [
             f"{directory}: left out: {part}; exports lack it"
-            for part in _untrained(self.tensors, architecture_of(config))
+            for part in _untrained(
+                self.tensors.keys() - self.file_names.values(), architecture_of(config)
+            )
         ]
         aliases = aliases_of(config)
         # Old files hold an alias as well as its source, those of `safetensors.torch.save_model` one
@@ -296,10 +298,14 @@ def _with_usual_prefixes(
 
 
 def _untrained(tensors: Collection[str], architecture: Architecture) -> Iterator[str]:
-    """Yield a description of each part of the files that is left out."""
+    """Yield a description of each part of the files that is left out.
+
+    Args:
+        tensors: names of those that the model lacks.
+    """
     for pattern, part in architecture.untrained_parts.items():
         if names := sorted(name for name in tensors if re.fullmatch(pattern, name)):
-            yield f"{part} ({names[0]} and others, {len(names)} in all)"
+            yield f"{part} (tensors such as {names[0]}, {len(names)} in all)"
 
 
 def _is_ignorable(name: str, architecture: Architecture) -> bool:

@@ -178,6 +178,9 @@ def validation_count(
         dropped = (
             f" ({counts.dropped.total():,} dropped, the first: {problem.where}: {problem.detail})"
         )
+    elif counts.dropped.total():
+        reasons = (f"{number:,} {reason}" for reason, number in sorted(counts.dropped.items()))
+        dropped = f" (dropped: {', '.join(reasons)})"
     if not total:
         raise UserError(f"no text in {', '.join(names)}{dropped}")
     if total < 2:

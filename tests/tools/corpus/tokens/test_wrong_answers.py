@@ -165,6 +165,12 @@ def changed_mds(path: Path, edit: Callable[[Any], object]) -> Path:
     return path
 
 
+def changed_litdata(path: Path, data_format: Any) -> Path:
+    folder = litdata(path)
+    edit_json(folder / "index.json", lambda index: index["config"].update(data_format=data_format))
+    return folder
+
+
 DAMAGE: list[tuple[str, Callable[[Path], Path], str]] = [
     ("raw", lambda p: cut(write_flat(p, range(9)), 1), "17 bytes are no whole number of uint16"),
     ("raw", lambda p: numpy_file(p, np.zeros(4)), r"a \.npy file of <f8; integers are needed"),
@@ -193,6 +199,8 @@ DAMAGE: list[tuple[str, Callable[[Path], Path], str]] = [
         "don't follow each other without gaps",
     ),
     ("litdata", foreign, "not an index of litdata"),
+    ("litdata", lambda p: changed_litdata(p, None), "its data_format is null"),
+    ("litdata", lambda p: changed_litdata(p, [1]), "its samples are 1: one 1-dimensional"),
     ("litdata", lambda p: litdata(p, form="tensor"), "its samples are tensor: one 1-dimensional"),
     ("litdata", lambda p: litdata(p, encryption={"a": 1}), "encrypted, or compressed with None"),
     ("litdata", lambda p: litdata(p, form="no_header_tensor:2"), "one 1-dimensional array of inte"),
@@ -214,6 +222,21 @@ DAMAGE: list[tuple[str, Callable[[Path], Path], str]] = [
     ),
     ("mds", lambda p: write_mds(p, DOCUMENTS, "bytes"), "does not say the type of a token"),
     ("mds", lambda p: write_mds(p, DOCUMENTS, "ndarray:float32"), "holds no integers"),
+    (
+        "mds",
+        lambda p: changed_mds(
+            p,
+            lambda index: index["shards"][0].update(
+                column_encodings=["ndarray:foo" for _ in index["shards"][0]["column_names"]]
+            ),
+        ),
+        "streaming: data type 'foo' not understood",
+    ),
+    (
+        "mds",
+        lambda p: changed_mds(p, lambda index: index["shards"][0]["column_names"].append("a")),
+        "not an index of MosaicML's streaming: zip",
+    ),
     ("mds", lambda p: cut(write_mds(p, DOCUMENTS) / "shard.00000.mds", 1).parent, "it is damaged"),
     (
         "mds",
@@ -278,6 +301,15 @@ def test_damage_is_shown_like_any_wrong_answer(tmp_path: Path) -> None:
 
 
 @THOROUGH
+def test_nothing_is_left(tmp_path: Path) -> None:
+    path = write_flat(tmp_path / "a.bin", [5, 6, EOS, 7, EOS])
+    with pytest.raises(UserError, match=r"no text in .*a\.bin \(dropped: 2 short\)$"):
+        import_tokens([path], tmp_path / "out", **AFTER, min_tokens=9)
+    empty = write_flat(tmp_path / "empty.bin", [])
+    with pytest.raises(UserError, match=r"no documents in .*empty\.bin$"):
+        list(show_token_files(empty, PrepareSettings(None, 1, **AFTER), 2))
+
+
 def test_a_cluster_refuses_token_files(tmp_path: Path) -> None:
     words = ["--input", "a", "--tokenizer", "t", "--output", "o", "--tasks", "1", "--format", "raw"]
     done = script("launch/prepare_cluster.py", tmp_path, *words)

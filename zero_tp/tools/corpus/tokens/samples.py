@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from zero_tp.base.errors import UserError
+from zero_tp.base.errors import UserError, shown
 from zero_tp.base.files import open_regular
 from zero_tp.base.strict_json import InvalidJson, read_object
 from zero_tp.data.compression import open_decompressed, piece_bytes
@@ -147,7 +147,11 @@ def open_litdata(path: Path, settings: PrepareSettings) -> Iterator[TokenFile]:
         has_sizes = config.get("item_loader", "PyTreeLoader") != "TokensLoader"
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not an index of litdata: it has no {error}") from error
-    match = re.fullmatch(r"no_header_(tensor|numpy):(\d+)", forms[0]) if len(forms) == 1 else None
+    if not isinstance(forms, list):
+        raise UserError(f"{path}: not an index of litdata: its data_format is {shown(forms)}")
+    match = re.fullmatch(
+        r"no_header_(tensor|numpy):(\d+)", str(forms[0]) if len(forms) == 1 else ""
+    )
     types = TORCH_TYPES if match and match[1] == "tensor" else NUMPY_TYPES
     if match is None or int(match[2]) not in types:
         raise UserError(
@@ -243,8 +247,12 @@ def open_mds(path: Path, settings: PrepareSettings) -> Iterator[TokenFile]:
     try:
         for shard in index["shards"]:
             yield _mds_shard(path, shard, settings)
-    except (KeyError, TypeError, AttributeError) as error:
+    except UserError:
+        raise
+    except KeyError as error:
         raise UserError(f"{path}: not an index of MosaicML's streaming: no {error}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: not an index of MosaicML's streaming: {error}") from error
 
 
 def _mds_shard(path: Path, shard: dict[str, Any], settings: PrepareSettings) -> MdsShard:

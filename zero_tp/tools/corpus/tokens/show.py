@@ -58,5 +58,7 @@ def show_token_files(path: Path, settings: PrepareSettings, sample: int) -> Iter
                     else str(tokenizer.decode(ids))
                 )
                 left -= 1
+        if left == sample:
+            raise UserError(f"no documents in {path}")
     except UnlikelyTokens as error:
         raise UserError(f"{error}: {layout.describe_tokens(files)}") from error
