@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -88,23 +88,7 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
         ZeroDivisionError,
         StrictDataclassError,
     ) as error:  # its own checks
-        why = " ".join(str(error).split())
-        # Errors of a class name its fields in their text; of several the last is blamed.
-        causes = [
-            name for name in fields if re.search(rf"\b({name}|{name.replace('_', ' ')})\b", why)
-        ]
-        if isinstance(error, ZeroDivisionError):
-            causes = causes or [
-                name for name, value in fields.items() if value == 0 and name not in TOKEN_IDS
-            ]
-        if "rope_parameters" in why:
-            causes = causes or [name for name in ROPE if name in fields]  # its older names
-        if "attention layer" in why or "_attention' layer" in why:
-            causes = causes or [name for name in fields if name == "layer_types"]
-        key = f"{MODEL_KEY}.{causes[-1]}" if causes else MODEL_KEY
-        raise ConfigError(
-            key, f"{config_class.__name__} refuses it ({one_line(why, 200)})", "correct that field"
-        ) from None
+        raise _refusal(error, fields, config_class) from None
     with _errors_by_written_name(fields, aliases):
         check_rope_names(config, fields)
         spec = architectures.architecture_of(config).spec(config, MODEL_KEY)
@@ -120,6 +104,23 @@ def config_from_block(model: dict[str, Any]) -> PretrainedConfig:
             problem = f"a matrix of {rows} × {spec.hidden} is larger than any that is trained"
             raise ConfigError(f"{MODEL_KEY}.hidden_size", problem, "use smaller sizes")
     return config
+
+
+def _refusal(error: Exception, fields: Mapping[str, Any], config_class: type[Any]) -> ConfigError:
+    """Return what a config class raises as an error of the field that it is about."""
+    why = " ".join(str(error).split())
+    # Errors of a class name its fields in their text; of several the last is blamed.
+    causes = [name for name in fields if re.search(rf"\b({name}|{name.replace('_', ' ')})\b", why)]
+    if isinstance(error, ZeroDivisionError):
+        zeros = [name for name, value in fields.items() if value == 0 and name not in TOKEN_IDS]
+        causes = causes or zeros
+    if "rope_parameters" in why:
+        causes = causes or [name for name in ROPE if name in fields]  # its older names
+    if "attention layer" in why or "_attention' layer" in why:
+        causes = causes or [name for name in fields if name == "layer_types"]
+    key = f"{MODEL_KEY}.{causes[-1]}" if causes else MODEL_KEY
+    problem = f"{config_class.__name__} refuses it ({one_line(why, 200)})"
+    return ConfigError(key, problem, "correct that field")
 
 
 def _check_sizes(fields: dict[str, Any], aliases: dict[str, str]) -> None:
