@@ -5,7 +5,7 @@ Both train on the same tokens from the same weights, by torch's fused AdamW: tra
 itself, ours in the engine at ZeRO-0. They take turns, a few steps each, so that both meet the same
 machine. Prints a line for each, the median of the rounds with its range, and the ratio.
 
-    python -m benchmarks.families youtu deepseek_v3 --dtype bf16 --rounds 5
+    python -m benchmarks.families youtu deepseek_v3 --rounds 5
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def main() -> None:
     """Compare the model types on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model_types", nargs="+", choices=FIELDS)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     for model_type in options.model_types:
