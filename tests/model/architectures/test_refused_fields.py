@@ -78,8 +78,8 @@ def test_what_transformers_obeys_without_declaring_it_is_refused(
         config = config_class(**fields, **{name: value})
         with pytest.raises(UserError, match=rf"^{own}\.{name}: {json.dumps(value)} is refused: "):
             ARCHITECTURES[model_type].spec(config)
-    names_of_widths = ("n_inner", "intermediate_size", "moe_intermediate_size")
-    mlp = next(name for name in names_of_widths if name in fields)
+    widths = ("intermediate_size", "moe_intermediate_size")
+    mlp = "n_inner" if model_type == "gpt2" else next(name for name in widths if name in fields)
     config = config_class(**fields, per_layer_config={0: {mlp: 8}})
     with pytest.raises(
         UserError, match=rf"^{own}\.per_layer_config: refused: all layers .*; leave it out"
