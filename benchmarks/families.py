@@ -5,7 +5,7 @@ Both train on the same tokens from the same weights, by torch's fused AdamW: tra
 itself, ours in the engine at ZeRO-0. They take turns, a few steps each, so that both meet the same
 machine. Prints a line for each, the median of the rounds with its range, and the ratio.
 
-    python -m benchmarks.families youtu deepseek_v3 --rounds 5
+    python -m benchmarks.families youtu --rounds 5
 """
 
 from __future__ import annotations
@@ -133,20 +133,19 @@ def compare(model_type: str, dtype: str, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Compare the model types on the command line."""
+    """Compare the model type on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model_types", nargs="+", choices=FIELDS)
+    parser.add_argument("model_type", choices=FIELDS)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    for model_type in options.model_types:
-        rates = compare(model_type, options.dtype, options.rounds)
-        for name, values in rates.items():
-            low, middle, high = min(values), statistics.median(values), max(values)
-            print(f"{model_type:16} {name:12} {middle:8.0f} tokens/s ({low:.0f} to {high:.0f})")
-        ratios = [ours / other for other, ours in zip(*rates.values(), strict=True)]
-        middle = statistics.median(ratios)
-        print(f"{model_type:16} ratio {middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    rates = compare(options.model_type, options.dtype, options.rounds)
+    for name, values in rates.items():
+        low, middle, high = min(values), statistics.median(values), max(values)
+        print(f"{options.model_type} {name}: {middle:.0f} tokens/s ({low:.0f} to {high:.0f})")
+    ratios = [ours / other for other, ours in zip(*rates.values(), strict=True)]
+    middle = statistics.median(ratios)
+    print(f"{options.model_type} ratio {middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
 if __name__ == "__main__":
