@@ -110,7 +110,9 @@ def compare(model_type: str, dtype: str, rounds: int) -> dict[str, list[float]]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
-    fields = SIZES | FIELDS[model_type]
+    declared = AutoConfig.for_model(model_type).to_dict()
+    sizes = SIZES | FIELDS[model_type]
+    fields = {name: value for name, value in sizes.items() if name in declared}
     config = AutoConfig.for_model(model_type, **fields)
     reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as directory:
