@@ -198,6 +198,7 @@ FIRST_MOVES = [("mixtral", (1, 3, 4), (4, 2, 1))]
 MOVES += [("gpt_oss", (4, 2, 1), (2, 2, 2)), ("gpt_oss", (2, 1, 1), (1, 3, 4))]
 
 
+@THOROUGH
 @pytest.mark.parametrize(("model_type", "before", "after"), in_tiers(MOVES, FIRST_MOVES, every=3))
 def test_a_checkpoint_resumes_at_another_size(
     ranks: Pools,

@@ -21,7 +21,7 @@ from tests.support.staged_runs import (
     samples_as_documented,
     write_staged,
 )
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 
 LAST = FIRST_STEPS[-1] - 1
 MIDDLES = (3, 6, 10, 14)
@@ -97,6 +97,7 @@ MOVED = {
 }
 
 
+@THOROUGH
 @pytest.mark.parametrize("moved", in_tiers([*MOVED], ["TP 2, ZeRO-3"]))
 def test_a_run_goes_on_elsewhere(
     moved: str, config: Path, unstopped: list[Any], ranks: Pools, tmp_path: Path

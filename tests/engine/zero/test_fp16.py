@@ -18,7 +18,7 @@ from tests.support.gpt2_reference import reference_model
 from tests.support.pools import Pools
 from tests.support.settings import fp16_supported
 from tests.support.small_engine import ACCUMULATION, build, tokens_of_step
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.model.causal_lm import next_tokens
 
 POWER, WINDOW, STEPS, CLIP, RATE = 12, 2, 9, 1.0, 0.05
@@ -126,6 +126,7 @@ CASES = [
 ]
 
 
+@THOROUGH
 @pytest.mark.parametrize(("tensor", "stage", "zero"), in_tiers(CASES, FIRST[1:]))
 def test_a_run_in_fp16_is_that_of_torchs_scaler(
     ranks: Pools, run_seed: int, tensor: int, stage: int, zero: dict[str, Any]

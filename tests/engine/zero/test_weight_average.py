@@ -188,6 +188,7 @@ EVALUATED: list[tuple[dict[str, Any], int, int, dict[str, Any]]] = [
 ]
 
 
+@THOROUGH
 @pytest.mark.parametrize("case", in_tiers([(case,) for case in EVALUATED], [(EVALUATED[0],)]))
 def test_an_evaluation_of_the_average_leaves_no_trace(ranks: Pools, case: tuple[Any, ...]) -> None:
     assert ranks(4).run(check_evaluated, *case)[0].startswith("loss")

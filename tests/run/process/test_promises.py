@@ -189,6 +189,7 @@ def test_a_rank_killed_in_an_exchange_with_experts_is_named(start: Start) -> Non
 # --- 3. signals -----------------------------------------------------------------------------------
 
 
+@THOROUGH
 @pytest.mark.parametrize("launcher", in_tiers(LAUNCHERS, ["torchrun"]))
 def test_sigusr1_saves_and_sigterm_saves_and_stops(launcher: str, start: Start) -> None:
     job = start("loop", launcher)

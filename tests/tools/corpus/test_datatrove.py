@@ -24,7 +24,7 @@ from launch import prepare_cluster
 from tests.support.corpora import content_of, texts_of, trained_tokenizer, write_jsonl
 from tests.support.corpus_parts import flip_byte, make_parts
 from tests.support.launched import ROOT, script
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.data import PrepareSettings, formats, prepare
 from zero_tp.data.indexed import IndexedCorpus
@@ -180,6 +180,7 @@ def test_refusals(
         formats.import_optional("datatrove", "this", "datatrove")
 
 
+@THOROUGH
 def test_the_script_makes_what_one_process_makes(
     tmp_path: Path, inputs: list[str | Path], tokenizer: str
 ) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.support.harness import native_model, parallel_model
 from tests.support.live_evaluation import BATCH, GRIDS, grid, live_model
 from tests.support.pools import Pools
+from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.token_scores import TokenScores
@@ -71,6 +72,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@THOROUGH
 @pytest.mark.usefixtures("one_thread")
 def test_own_tasks_are_the_same_on_every_grid(
     ranks: Pools, model: Path, files: dict[str, Path]

@@ -172,6 +172,7 @@ def live_answers(directory: Path, tasks: Path, tensor: int) -> Results:
     return ours(eval_model, tasks, ["generate_local", "letters_local"], GRID_LIMIT)
 
 
+@THOROUGH
 @pytest.mark.parametrize("tensor", in_tiers([1, 2], [1]))
 def test_divided_experts_answer_in_lockstep(
     ranks: Pools, experts: Path, tasks: Path, tensor: int

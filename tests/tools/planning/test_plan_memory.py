@@ -83,6 +83,7 @@ RECOMPUTED_CASES = [
 ]
 
 
+@THOROUGH
 @pytest.mark.parametrize(("policy", "split"), RECOMPUTED_CASES)
 def test_layers_that_recompute_add_up_too(policy: dict[str, Any], split: bool) -> None:
     overrides = ["zero_tp.model.n_layer=7", "gradient_accumulation_steps=2"]

@@ -27,6 +27,7 @@ from zero_tp.tools.planning.plan_settings import Workload, ZeroSettings
 from zero_tp.tools.planning.search import NEAREST, Search, _divisors, candidate_config, load_error
 
 
+@THOROUGH
 def test_search_finds_faster_settings_that_runs_accept(tmp_path: Path) -> None:
     overrides = ["zero_tp.recompute=full", "train_batch_size=1024"]
     present = plan_gpt2(*overrides, world=64, device="a100-40gb")
@@ -46,6 +47,7 @@ def test_search_finds_faster_settings_that_runs_accept(tmp_path: Path) -> None:
     assert "the present settings fit" in advice and "longer than the first" in advice
 
 
+@THOROUGH
 def test_search_weighs_reductions_to_owners() -> None:
     """Where DeepSpeed has them: at stages 1 and 2, not in its BF16_Optimizer, and over two ranks
     or more.
