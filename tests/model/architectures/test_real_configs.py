@@ -5,6 +5,7 @@ published number of weights.
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,71 @@ def test_published_files_are_read(name: str, tmp_path: Path) -> None:
     biases = [bias for path, bias in stored_buffers(model) if path.endswith("correction_bias")]
     count = sum(weight.numel() for weight in (*model.parameters(), *biases))
     assert count == PUBLISHED[name]["parameters"]
+
+
+DEEPSEEK_V3 = {
+    **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+    **{"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 1},
+    "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    **{"ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168},
+    **{"initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512},
+    **{"max_position_embeddings": 163840, "moe_intermediate_size": 2048, "moe_layer_freq": 1},
+    **{"n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True},
+    **{"num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61},
+    **{"num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536},
+    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    "quantization_config": {
+        **{"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"},
+        "weight_block_size": [128, 128],
+    },
+    "rope_scaling": {
+        **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
+        **{"original_max_position_embeddings": 4096, "type": "yarn"},
+    },
+    **{"rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5},
+    **{"scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 4},
+    **{"topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": True},
+    **{"transformers_version": "4.33.1", "vocab_size": 129280},
+}
+"""The config.json of DeepSeek-V3."""
+QWEN3_NEXT = {
+    **{"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"},
+    **{"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643},
+    **{"decoder_sparse_step": 1, "eos_token_id": 151645, "full_attention_interval": 4},
+    **{"head_dim": 256, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02},
+    **{"intermediate_size": 5120, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128},
+    **{"max_position_embeddings": 262144, "mlp_only_layers": [], "moe_intermediate_size": 512},
+    **{"norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 512},
+    **{"num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2},
+    **{"output_router_logits": False, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06},
+    **{"rope_scaling": None, "rope_theta": 10000000, "router_aux_loss_coef": 0.001},
+    **{"shared_expert_intermediate_size": 512, "tie_word_embeddings": False},
+    **{"torch_dtype": "bfloat16", "transformers_version": "4.57.0.dev0", "use_cache": True},
+    **{"use_sliding_window": False, "vocab_size": 151936},
+}
+"""The config.json of Qwen3-Next-80B-A3B-Instruct."""
+
+
+def test_qwen3_next_is_read_as_it_was_published(tmp_path: Path) -> None:
+    """Every fourth layer has attention, a quarter of whose heads rotates."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_NEXT))
+    config = config_from_directory(tmp_path)
+    model = our_class(config)(config, device="meta", dtype=torch.bfloat16)
+    assert round(sum(weight.numel() for weight in model.parameters()) / 1e9) == 80
+    assert model.spec.mixed_by("attention") == tuple(range(3, 48, 4))
+    assert {rotary.size for rotary in model.spec.rotaries if rotary is not None} == {64}
+
+
+def test_deepseek_v3_is_read_as_it_was_published(tmp_path: Path) -> None:
+    """Its weights are in FP8, and its scores have YaRN's factor."""
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    config = config_from_directory(tmp_path)
+    model = our_class(config)(config, device="meta", dtype=torch.bfloat16)
+    # arXiv 2412.19437, abstract.
+    assert round(sum(weight.numel() for weight in model.parameters()) / 1e9) == 671
+    scale = 0.1 * math.log(40) + 1
+    assert model.spec.attention_scale == pytest.approx(192**-0.5 * scale**2)
 
 
 @pytest.mark.parametrize(
