@@ -269,7 +269,7 @@ def chunked(
     visible = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).tril()
     carried = decay.exp()  # what is left of S at each token
     written = (decay[..., -1:] - decay).exp()  # of its correction at the chunk's end
-    kept = carried[..., -1:]  # of S at the chunk's end
+    state_factor = carried[..., -1:]  # of S at the chunk's end
     if ids is not None:
         own = in_chunks(ids[..., 0].t()[:, None, None], -1)  # [b, 1, 1, n, C]
         last = own[..., -1:]
@@ -277,7 +277,7 @@ def chunked(
         visible = visible & (own.unsqueeze(-1) == own.unsqueeze(-2))
         carried = carried * (own == before)
         written = written * (own == last)
-        kept = kept * (last == before)
+        state_factor = state_factor * (last == before)
     # Masked before exp, which would overflow for later tokens.
     pairs = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~visible, -math.inf).exp()
     keys = key.transpose(-1, -2)
@@ -288,14 +288,14 @@ def chunked(
     values, read_keys = solved.split((value.shape[-1], key.shape[-1]), -1)
     query = query * carried.unsqueeze(-1)
     writing = (key * written.unsqueeze(-1)).transpose(-1, -2)
-    kept = kept.unsqueeze(-1)
+    state_factor = state_factor.unsqueeze(-1)
     if state is None:
         state = value.new_zeros(*value.shape[:3], key.shape[-1], value.shape[-1])
     reads = []
     for chunk in range(value.shape[3]):
         correction = values[:, :, :, chunk] - read_keys[:, :, :, chunk] @ state
         read = query[:, :, :, chunk] @ state + scores[:, :, :, chunk] @ correction
-        state = state * kept[:, :, :, chunk] + writing[:, :, :, chunk] @ correction
+        state = state * state_factor[:, :, :, chunk] + writing[:, :, :, chunk] @ correction
         reads.append(read)
     return torch.cat(reads, -2)[..., :length, :], state
 

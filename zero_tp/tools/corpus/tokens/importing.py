@@ -161,17 +161,17 @@ class TokenTable:
         for block in self._stored:
             yield LoadedBlock(block, self._dtype)
 
-    def _kept(self) -> Iterator[tuple[LoadedBlock, Mask]]:
+    def _without_copies(self) -> Iterator[tuple[LoadedBlock, Mask]]:
         """Yield the blocks, and which of their documents are no copies."""
         start = 0
         for block in self._blocks():
             count = len(block.split_hashes)
-            kept = (
+            is_selected = (
                 np.ones(count, np.bool_)
                 if self._is_copy is None
                 else ~self._is_copy[start : start + count]
             )
-            yield block, kept
+            yield block, is_selected
             start += count
 
     def remove_duplicates(self) -> Iterator[dict[str, Any]]:
@@ -197,19 +197,25 @@ class TokenTable:
 
     def select_validation(self, validation: float) -> None:
         """Select the documents with the smallest hashes, as `DocumentTable` does."""
-        total = sum(int(kept.sum()) for _, kept in self._kept())
+        total = sum(int(is_selected.sum()) for _, is_selected in self._without_copies())
         count = validation_count(validation, total, self._names, self.counts)
         self._bound = kth_smallest(
-            lambda: (block.split_hashes[kept] for block, kept in self._kept()), count
+            lambda: (
+                block.split_hashes[is_selected] for block, is_selected in self._without_copies()
+            ),
+            count,
         )
-        if all((block.split_hashes[kept] <= self._bound).all() for block, kept in self._kept()):
+        if all(
+            (block.split_hashes[is_selected] <= self._bound).all()
+            for block, is_selected in self._without_copies()
+        ):
             raise UserError(ONLY_COPIES)
 
     def selections(self) -> Iterator[tuple[LoadedBlock, Mask, Mask]]:
         """Yield the blocks, and which of their documents are for training and for validation."""
-        for block, kept in self._kept():
+        for block, is_selected in self._without_copies():
             is_small = block.split_hashes <= self._bound
-            yield block, kept & ~is_small, kept & is_small
+            yield block, is_selected & ~is_small, is_selected & is_small
 
 
 def kth_smallest(parts: Callable[[], Iterable[npt.NDArray[np.uint64]]], k: int) -> int:
