@@ -56,7 +56,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {"linear_key_head_dim": 48, "linear_value_head_dim": 96, "pad_token_id": 0},
 }
 """model_type → the fields that differ from SIZES."""
-ADAMW = {"lr": 1e-4, "weight_decay": 0.0}
+ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.0}
 
 Step = Callable[[torch.Tensor], float]
 

@@ -68,7 +68,9 @@ def test_heads_of_two_widths_attend_alike() -> None:
         expected = (query @ key.mT * 0.4).softmax(-1) @ value
         filled = fill_widths(query, key, value)
         assert {tensor.shape[-1] for tensor in filled} == {max(sizes)}
-        attended = torch.nn.functional.scaled_dot_product_attention(*filled, scale=0.4)
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            filled[0], filled[1], filled[2], scale=0.4
+        )
         torch.testing.assert_close(attended[..., : sizes[2]], expected)
         assert not attended[..., sizes[2] :].any()
 

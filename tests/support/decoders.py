@@ -257,7 +257,7 @@ def _grouped_expert_fields(draw: st.DrawFn, declared: Any, layers: int) -> dict[
     of_group = draw(st.integers(2, 3), label="experts of a group")
     chosen_groups = draw(st.integers(1, groups), label="groups a token")
     dense = draw(st.integers(0, layers - 1), label="dense layers")
-    kinds = {"first_k_dense_replace": dense}
+    kinds: dict[str, Any] = {"first_k_dense_replace": dense}
     if "mlp_layer_types" in declared:
         kinds = {"mlp_layer_types": ["sparse"] * (layers - dense) + ["dense"] * dense}
     return {
