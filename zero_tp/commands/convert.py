@@ -1,10 +1,12 @@
 """Convert a run's checkpoint to a Hugging Face model directory. Needs no ranks and no accelerator.
 
     %(prog)s to-hf runs/quickstart --output exports/quickstart
+    %(prog)s to-hf CHECKPOINT --tokenizer DIR --output exports/large
     %(prog)s average runs/large --steps 4000,4500,5000 --output exports/large
 
 The weights are the fp32 masters that the optimizer keeps, or their mean over checkpoints, read one
-at a time; AutoModelForCausalLM opens the result.
+at a time; AutoModelForCausalLM opens the result. to-hf reads the checkpoints of other trainers,
+too, of which no code is run.
 """
 
 from __future__ import annotations
@@ -21,6 +23,13 @@ from zero_tp.base.errors import UserError, first_line, show
 from zero_tp.commands import inspect
 
 
+FORMAT_NAMES = (
+    *("megatron", "megatron-deepspeed", "gpt-neox", "nanotron", "deepspeed", "universal"),
+    *("olmo-core", "torchtitan"),
+)
+"""The trainers whose checkpoints are read; the parser needs them before torch is imported."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="to-hf|average")
     to_hf = actions.add_parser("to-hf", help="write a Hugging Face model directory")
@@ -29,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="export the moving average of the weights that the run kept",
     )
+    _add_import_arguments(to_hf)
     _add_export_arguments(to_hf)
     inspect.add_source(to_hf)
     average = actions.add_parser(
@@ -70,7 +80,9 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace DIR when it exists")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="fp32", help="dtype of the weights (default: fp32)"
+        "--dtype",
+        choices=DTYPES,
+        help="dtype of the weights (default: fp32; of another trainer's, what it stores)",
     )
     parser.add_argument(
         "--tokenizer",
@@ -88,6 +100,52 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_import_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("checkpoints of other trainers")
+    group.add_argument(
+        "--format", metavar="NAME", help=f"{', '.join(FORMAT_NAMES)} (default: what the files tell)"
+    )
+    group.add_argument("--step", type=int, metavar="N", help="which step (default: the last)")
+    group.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="config.json of the model (default: what the trainer recorded)",
+    )
+    group.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="tensors that the model lacks, such as 'rope.*'; may be repeated",
+    )
+    group.add_argument(
+        "--verify-text",
+        type=Path,
+        metavar="FILE",
+        help="the text on which the result must be better than a guess (default: a shipped page)",
+    )
+    group.add_argument("--verify-ids", type=Path, metavar="FILE", help="the same, as tokens' ids")
+    group.add_argument("--no-verify", action="store_true", help="do not score the result")
+
+
+def import_other(options: argparse.Namespace) -> None:
+    """Convert the checkpoint of another trainer."""
+    from zero_tp.tools.checkpoint_import.command import convert
+
+    if options.ema:
+        raise UserError("--ema: only checkpoints of zero_tp keep an average; leave it out")
+    show(*convert(options))
+    if options.push:
+        show(f"uploaded to {push(options.output, options.push)}")
+
+
+def is_own(source: Path) -> bool:
+    """Return whether this is a run or a checkpoint of zero_tp, or nothing at all."""
+    own = ("manifest.json", "checkpoints", "run.json")
+    return not source.is_dir() or any((source / name).exists() for name in own)
+
+
 def export(options: argparse.Namespace) -> None:
     from zero_tp.run.checkpoint.find import find_checkpoint
 
@@ -98,7 +156,7 @@ def export(options: argparse.Namespace) -> None:
     from zero_tp.tools.report.card import model_card
 
     arguments: dict[str, Any] = {
-        "dtype": getattr(torch, DTYPES[options.dtype]),
+        "dtype": getattr(torch, DTYPES[options.dtype or "fp32"]),
         "tokenizer": options.tokenizer,
         "max_shard_size": options.max_shard_size,
         "overwrite": options.overwrite,
@@ -120,7 +178,7 @@ def export(options: argparse.Namespace) -> None:
         ) from error
     show(
         f"{converted.checkpoint} → {options.output} ({converted.parameters:,} parameters, "
-        f"{options.dtype})"
+        f"{options.dtype or 'fp32'})"
     )
     show(*([f"weights: {converted.weights}"] if converted.weights else []))
     show(*converted.notes)
@@ -162,4 +220,7 @@ def main(options: argparse.Namespace) -> None:
         raise UserError(
             f"inspect: convert does not describe checkpoints; run zero-tp inspect {source}"
         )
-    export(options)
+    if options.action == "to-hf" and not is_own(options.source):
+        import_other(options)
+    else:
+        export(options)

@@ -195,6 +195,7 @@ def write_native(
     overwrite: bool = False,
     merge: bool = False,
     card: str | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a directory that transformers' own classes open: safetensors, config, generation
     config, tokenizer.
@@ -212,6 +213,7 @@ def write_native(
             weights.
         merge: move files into the directory one by one, because other programs write into it too.
         card: text of the model card. A card that a person wrote or edited stays.
+        check: called with the temporary directory; what it raises keeps the old target.
 
     Raises:
         UserError: the model is written, but without the tokenizer, which transformers would open
@@ -249,6 +251,8 @@ def write_native(
             problem = match_tokenizer(temporary, open_tokenizer(tokenizer))
         if card is not None and not _is_edited(target / CARD):
             (temporary / CARD).write_text(f"{card}\n{_digest_line(card)}\n", encoding="utf-8")
+        if check is not None:
+            check(temporary)
         if merge:
             _move_into(temporary, target)
         else:

@@ -1,0 +1,1 @@
+"""Checkpoints of other trainers become Hugging Face models and runs of zero_tp."""

@@ -1,0 +1,62 @@
+"""The checkpoints of other trainers that are read: one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from zero_tp.base.errors import UserError
+from zero_tp.tools.checkpoint_import import megatron
+from zero_tp.tools.checkpoint_import.source import Checkpoint
+from zero_tp.tools.checkpoint_import.steps import find_step
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the checkpoints of a trainer are told and opened.
+
+    Attributes:
+        is_format: returns whether the folder of a step is one.
+        open: opens it; its arguments are the folder, a config that was given, or None, and the
+            tokenizer's vocabulary, or None.
+    """
+
+    is_format: Callable[[Path], bool]
+    open: Callable[[Path, PretrainedConfig | None, int | None], Checkpoint]
+
+
+FORMATS: dict[str, Format] = {
+    "megatron": Format(megatron.is_megatron, megatron.open_megatron),
+}
+"""`--format` → its reader, the most particular first."""
+
+
+def open_checkpoint(
+    source: Path,
+    *,
+    name: str | None = None,
+    step: int | None = None,
+    config: PretrainedConfig | None = None,
+    vocabulary: int | None = None,
+) -> Checkpoint:
+    """Open the checkpoint of another trainer. Its tensors are not read.
+
+    Args:
+        name: of the format; by default the files tell it.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    folder = find_step(source, step)
+    if name is not None:
+        return FORMATS[name].open(folder, config, vocabulary)
+    for known in FORMATS.values():
+        if known.is_format(folder):
+            return known.open(folder, config, vocabulary)
+    raise UserError(
+        f"{folder}: no checkpoint of {', '.join(FORMATS)} nor of zero_tp; give the folder that "
+        "holds a step's files, or --format"
+    )

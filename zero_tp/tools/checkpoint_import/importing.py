@@ -1,0 +1,90 @@
+"""Write a Hugging Face model from the checkpoint of another trainer, one parameter at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zero_tp.data.tokenizer_files import open_tokenizer
+from zero_tp.model.architectures import weights_of
+from zero_tp.model.weights.export import MAX_SHARD_SIZE, check_target, native_entries, write_native
+from zero_tp.tools.checkpoint_import.source import Checkpoint, ParameterReader
+
+
+@dataclass(frozen=True)
+class ImportResult:
+    """What was written.
+
+    Attributes:
+        parameters: numbers of the model.
+        read: tensors of the source that were read.
+        unused: those that `--ignore` or the format left out.
+        made: tensors that were written.
+        dtype: of the written weights.
+        loss: result of the proof, or None.
+    """
+
+    parameters: int
+    read: int
+    unused: int
+    made: int
+    dtype: torch.dtype
+
+
+def stored_dtype(reader: ParameterReader) -> torch.dtype:
+    """Return the dtype in which a checkpoint stores its largest tensor, the embedding or an MLP."""
+    tensors = reader.checkpoint.tensors
+    largest = max(reader.used, key=lambda name: (math.prod(tensors[name].shape), name))
+    return tensors[largest].dtype
+
+
+def import_checkpoint(
+    checkpoint: Checkpoint,
+    output: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    tokenizer: Path | None = None,
+    ignored: Sequence[str] = (),
+    max_shard_size: str = MAX_SHARD_SIZE,
+    overwrite: bool = False,
+    proof: Callable[[Path], None] | None = None,
+) -> ImportResult:
+    """Write a Hugging Face model from the checkpoint of another trainer.
+
+    Args:
+        dtype: of the weights; by default what the source stores.
+        tokenizer: directory to copy in.
+        ignored: patterns of the source's tensors that may stay unused.
+        proof: called with the written directory, before it is put in its place; raises UserError
+            if the model is wrong.
+
+    Raises:
+        UserError: the output exists; a tensor is missing, unknown or of another shape.
+    """
+    check_target(output, overwrite)
+    reader = ParameterReader(checkpoint, ignored)
+    written = stored_dtype(reader) if dtype is None else dtype
+    entries = native_entries(checkpoint.config, reader.shapes, reader.read, written)
+    if tokenizer is not None:
+        open_tokenizer(tokenizer)
+    write_native(
+        output,
+        checkpoint.config,
+        entries,
+        tokenizer=tokenizer,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+        check=proof,
+    )
+    weights = [weight for weight in weights_of(checkpoint.config) if weight.is_parameter]
+    return ImportResult(
+        parameters=sum(math.prod(reader.shapes[weight.our_name]) for weight in weights),
+        read=len(reader.used),
+        unused=len(checkpoint.tensors.keys() - reader.used),
+        made=len(entries),
+        dtype=written,
+    )

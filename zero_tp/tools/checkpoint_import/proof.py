@@ -1,0 +1,206 @@
+"""Show that an imported model predicts a page of text, a layer at a time in memory.
+
+Every fault of an importer, such as exchanged rows or a wrong rotation, keeps all shapes right and
+makes the model worse than a uniform guess, whose loss is ln(vocabulary).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from zero_tp.base.errors import UserError
+from zero_tp.base.strict_json import read_json
+from zero_tp.base.weight_files import INDEX, SINGLE
+from zero_tp.model.architectures import aliases_of, architecture_of, weights_of
+from zero_tp.model.architectures.table import Weight
+from zero_tp.model.weights.load import native_model, open_config
+
+TOKENS = 512
+"""Tokens of a text that are scored."""
+HEAD_ROWS = 8192
+"""Rows of the head that are in memory at once."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The loss of an imported model on some tokens.
+
+    Attributes:
+        loss: mean over the predicted tokens [nats].
+        uniform: ln(vocabulary), the loss of a uniform guess [nats].
+        seconds: the time that it took.
+    """
+
+    loss: float
+    uniform: float
+    tokens: int
+    seconds: float
+
+
+class WrittenWeights:
+    """Reads the tensors of a written model one at a time, in fp32, by the names of transformers'
+    class.
+    """
+
+    def __init__(self, directory: Path, config: PretrainedConfig) -> None:
+        self.directory = directory
+        index = directory / INDEX
+        if index.is_file():
+            self.files: Mapping[str, str] = read_json(index)["weight_map"]
+        else:
+            with safe_open(directory / SINGLE, "pt") as file:
+                self.files = dict.fromkeys(file.keys(), SINGLE)
+        self.stacked = {weight.native_name: weight for weight in weights_of(config)}
+        self.aliases = aliases_of(config)
+        self.renamed = architecture_of(config).file_names
+
+    def read(self, name: str, rows: slice | Tensor | None = None) -> Tensor:
+        """Return a tensor, or some of its rows."""
+        name = self.aliases.get(name, name)
+        name = self.renamed.get(name, name)
+        weight = self.stacked.get(name)
+        if name not in self.files and weight is not None:
+            return self._stack(weight)
+        with safe_open(self.directory / self.files[name], "pt") as file:
+            if rows is None:
+                return file.get_tensor(name).float()
+            stored = file.get_slice(name)
+            if isinstance(rows, slice):
+                return stored[rows].float()
+            return torch.cat([stored[row : row + 1] for row in rows.tolist()]).float()
+
+    def _stack(self, weight: Weight) -> Tensor:
+        """Return the matrices of all experts, which files have one by one."""
+        return weight.from_hf({name: self.read(name) for name in weight.names})
+
+
+class _Rows(nn.Module):
+    """An embedding of which only the rows that are asked for are read."""
+
+    def __init__(self, embedding: nn.Module, name: str, weights: WrittenWeights) -> None:
+        super().__init__()
+        self.scale = getattr(embedding, "embed_scale", None)
+        self.name = name
+        self.weights = weights
+        self.weight = torch.empty(0)  # its dtype is asked for
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        wanted, places = tokens.unique(return_inverse=True)
+        rows = self.weights.read(self.name, wanted)[places]
+        return rows if self.scale is None else rows * self.scale
+
+
+class _Head(nn.Module):
+    """A head whose logits are computed from some of its rows at a time."""
+
+    def __init__(self, head: nn.Linear, name: str, weights: WrittenWeights) -> None:
+        super().__init__()
+        self.rows = head.out_features
+        self.has_bias = head.bias is not None
+        self.name = name
+        self.weights = weights
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        parts = []
+        for start in range(0, self.rows, HEAD_ROWS):
+            rows = slice(start, min(start + HEAD_ROWS, self.rows))
+            parts.append(hidden @ self.weights.read(f"{self.name}.weight", rows).T)
+        logits = torch.cat(parts, dim=-1)
+        if self.has_bias:
+            logits += self.weights.read(f"{self.name}.bias")
+        return logits
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the parts of a model that are read at once: each layer, and what is beside them."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) and ".layers." not in f".{name}.":
+            for number, layer in enumerate(module):
+                yield f"{name}.{number}", layer
+
+
+def _stream(model: nn.Module, name: str, module: nn.Module, weights: WrittenWeights) -> None:
+    """Read a module's parameters before its forward, and drop them after it."""
+
+    def fill(*_: Any) -> None:
+        for own, _parameter in list(module.named_parameters()):
+            _assign(module, own, nn.Parameter(weights.read(f"{name}.{own}"), requires_grad=False))
+
+    def drop(*_: Any) -> None:
+        for own, parameter in list(module.named_parameters()):
+            empty = torch.empty_like(parameter, device="meta")
+            _assign(module, own, nn.Parameter(empty, requires_grad=False))
+
+    module.register_forward_pre_hook(fill)
+    module.register_forward_hook(drop)
+
+
+def _assign(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, own = name.rpartition(".")
+    setattr(module.get_submodule(owner), own, parameter)
+
+
+def streamed_model(directory: Path) -> Any:
+    """Return transformers' model of a directory, of which each layer is read when it computes."""
+    config = open_config(directory)
+    weights = WrittenWeights(directory, config)
+    config._attn_implementation = "eager"
+    model = native_model(config, with_buffers=True).eval()
+    names = {id(module): name for name, module in model.named_modules()}
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    name = names[id(embedding)]
+    _replace(model, name, _Rows(embedding, f"{name}.weight", weights))
+    _replace(model, names[id(head)], _Head(head, names[id(head)], weights))
+    for layer_name, layer in _layers(model):
+        _stream(model, layer_name, layer, weights)
+    inside = tuple(f"{layer_name}." for layer_name, _ in _layers(model))
+    for parameter_name, _ in list(model.named_parameters()):
+        if not parameter_name.startswith(inside):
+            whole = nn.Parameter(weights.read(parameter_name), requires_grad=False)
+            _assign(model, parameter_name, whole)
+    for buffer_name, buffer in list(model.named_buffers()):
+        if buffer_name in weights.files:  # a router's bias
+            buffer.copy_(weights.read(buffer_name))
+    return model
+
+
+def prove(directory: Path, tokens: Tensor) -> Proof:
+    """Score some tokens by a written model.
+
+    Args:
+        tokens: [tokens], at least two.
+
+    Raises:
+        UserError: a token is not in the vocabulary.
+    """
+    begin = time.monotonic()
+    model = streamed_model(directory)
+    vocabulary = model.config.vocab_size
+    if len(tokens) < 2 or int(tokens.max()) >= vocabulary:
+        raise UserError(
+            f"the proof has {len(tokens)} tokens up to {int(tokens.max())}; give two or more, "
+            f"below the vocabulary of {vocabulary:,}"
+        )
+    limit = min(TOKENS, model.config.max_position_embeddings)
+    page = tokens[None, :limit]
+    with torch.no_grad():
+        logits = model(input_ids=page, use_cache=False).logits[0, :-1].float()
+        loss = nn.functional.cross_entropy(logits, page[0, 1:]).item()
+    seconds = time.monotonic() - begin
+    return Proof(loss, math.log(vocabulary), page.shape[1], seconds)

@@ -1,0 +1,281 @@
+"""What every trainer's checkpoint is opened as: a config, tensors, and the table of their rows."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from zero_tp.base.errors import UserError
+from zero_tp.model.architectures import Weight, weights_of
+from zero_tp.model.weights.load import native_model, stored_shapes
+from zero_tp.parallel.spans import Span, Spans
+from zero_tp.tools.checkpoint_import.stored_tensors import StoredTensor, rows_of
+
+OUR_LAYER = "transformer.layers.{layer}."
+
+Rows = Callable[[int], tuple[Spans, ...]]
+"""Number of rows of our parameter → the map between them and the rows of each source tensor."""
+
+
+def in_order(count: int = 1) -> Rows:
+    """Return the map of tensors of equal size, one after the other."""
+
+    def rows(total: int) -> tuple[Spans, ...]:
+        size = total // count
+        return tuple(Spans((Span(i * size, 0, size),), total, size) for i in range(count))
+
+    return rows
+
+
+def grouped(heads: int, groups: int, head_size: int, parts: Sequence[int] = (0, 1, 2)) -> Rows:
+    """Return the map of some of Q, K and V in a matrix that has them group by group.
+
+    Of 4 heads and 2 groups, with one row a head, our query [q0 q1 q2 q3]:
+
+        theirs    q0 q1 k0 v0 q2 q3 k1 v1       (0, 0, 2), (2, 4, 2)
+
+    Args:
+        parts: which of Q (0), K (1) and V (2) our parameter has, in this order.
+    """
+    queries = heads // groups
+    sizes = (queries * head_size, head_size, head_size)
+    starts = (0, sizes[0], sizes[0] + head_size)
+    group = sum(sizes)
+
+    def rows(total: int) -> tuple[Spans, ...]:
+        spans = []
+        start = 0
+        for part in parts:
+            for number in range(groups):
+                spans.append(Span(start, number * group + starts[part], sizes[part]))
+                start += sizes[part]
+        assert start == total
+        return (Spans(tuple(spans), total, groups * group),)
+
+    return rows
+
+
+def paired(heads: int, head_size: int, rotated: int | None = None) -> Rows:
+    """Return the map of heads whose rotary features are pairs (0, 1), (2, 3), … in the source, and
+    (0, d/2), (1, d/2 + 1), … here.
+
+    Of a head of 6 features: ours 0 1 2 3 4 5 are theirs 0 2 4 1 3 5.
+
+    Args:
+        rotated: features of a head that are rotated; by default all.
+    """
+    turned = head_size if rotated is None else rotated
+
+    def rows(total: int) -> tuple[Spans, ...]:
+        order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, head_size)]
+        spans = tuple(
+            Span(head * head_size + own, head * head_size + theirs, 1)
+            for head in range(heads)
+            for own, theirs in enumerate(order)
+        )
+        assert heads * head_size == total
+        return (Spans(spans, total, total),)
+
+    return rows
+
+
+@dataclass(frozen=True)
+class SourceWeight:
+    """One parameter of ours and the tensors of the source that have its rows.
+
+    Attributes:
+        our_name, names: may have `{layer}`; `names` may have `{expert}`, too.
+        rows: the map between our rows and those of each of `names`. Those of a matrix of experts
+            are one expert's.
+        layers: numbers of the layers that have it; None: all.
+        experts: number of matrices that our parameter stacks.
+    """
+
+    our_name: str
+    names: tuple[str, ...]
+    rows: Rows | None = None
+    layers: tuple[int, ...] | None = None
+    experts: int | None = None
+
+    def in_layer(self, layer: int) -> SourceWeight:
+        names = tuple(name.replace("{layer}", str(layer)) for name in self.names)
+        return replace(self, our_name=self.our_name.format(layer=layer), names=names)
+
+    def maps(self, rows: int) -> Iterator[tuple[str, slice, slice]]:
+        """Yield (source's name, its rows, our rows) of each run.
+
+        Args:
+            rows: of our parameter, all experts' together.
+        """
+        count = self.experts or 1
+        size = rows // count
+        maps = (self.rows or in_order(len(self.names)))(size)
+        for expert in range(count):
+            for name, spans in zip(self.names, maps, strict=True):
+                for span in spans:
+                    start = expert * size + span.whole_start
+                    yield (
+                        name.replace("{expert}", str(expert)),
+                        span.local,
+                        slice(start, start + span.length),
+                    )
+
+    def sizes(self, rows: int) -> dict[str, int]:
+        """Return the rows that each tensor of the source must have."""
+        size = rows // (self.experts or 1)
+        maps = (self.rows or in_order(len(self.names)))(size)
+        return {
+            name.replace("{expert}", str(expert)): spans.local_length
+            for expert in range(self.experts or 1)
+            for name, spans in zip(self.names, maps, strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of another trainer.
+
+    Attributes:
+        trainer: its name in `--format`.
+        folder: of this step.
+        config: Hugging Face's.
+        tensors: the model's, by the trainer's names, whole.
+        weights: the table of all of our parameters.
+        padded: names of tensors of which the rows beyond the vocabulary are left out.
+        left_out: descriptions of what the folder holds and the model lacks.
+        ignorable: patterns of names that are no weights.
+        notes: lines for the user.
+    """
+
+    trainer: str
+    folder: Path
+    config: PretrainedConfig
+    tensors: Mapping[str, StoredTensor]
+    weights: Sequence[SourceWeight]
+    padded: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    ignorable: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def expand(weights: Iterable[SourceWeight], layers: int) -> list[SourceWeight]:
+    """Return a weight for each layer of those with `{layer}`."""
+    listed = []
+    for weight in weights:
+        if "{layer}" not in weight.our_name:
+            listed.append(weight)
+            continue
+        numbers = range(layers) if weight.layers is None else weight.layers
+        listed += [weight.in_layer(number) for number in numbers]
+    return listed
+
+
+def our_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Return the whole shapes of all parameters of a model, by our names."""
+    with torch.device("meta"):
+        stored = {
+            name: torch.empty(shape)
+            for name, shape in stored_shapes(native_model(config), config).items()
+        }
+    return {weight.our_name: _our_shape(weight, stored) for weight in weights_of(config)}
+
+
+def _our_shape(weight: Weight, stored: Mapping[str, Tensor]) -> tuple[int, ...]:
+    return tuple(weight.from_hf(stored).shape)
+
+
+@dataclass
+class ParameterReader:
+    """Reads our whole parameters from a checkpoint of another trainer, one at a time.
+
+    The constructor checks names and shapes of everything.
+
+    Args:
+        ignored: patterns of names that may be unused.
+
+    Attributes:
+        shapes: by our names.
+        used: names of the tensors that are read.
+
+    Raises:
+        UserError: a tensor is missing, unused, or of another shape.
+    """
+
+    checkpoint: Checkpoint
+    ignored: Sequence[str] = ()
+    shapes: dict[str, tuple[int, ...]] = field(init=False)
+    used: set[str] = field(init=False, default_factory=set)
+
+    def __post_init__(self) -> None:
+        source = self.checkpoint
+        self.shapes = our_shapes(source.config)
+        weights = expand(source.weights, source.config.num_hidden_layers)
+        self._weights = {weight.our_name: weight for weight in weights}
+        for name, shape in self.shapes.items():
+            self._check(name, shape)
+        unused = [
+            name
+            for name in source.tensors.keys() - self.used
+            if not any(re.fullmatch(pattern, name) for pattern in source.ignorable)
+            and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignored)
+        ]
+        if unused:
+            first = min(unused)
+            raise UserError(
+                f"{source.folder}: {len(unused)} tensors are unknown, such as {first} of shape "
+                f"{tuple(source.tensors[first].shape)}; a {source.config.model_type} has none of "
+                f"that name: give another --config, or --ignore '{first}'"
+            )
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        source = self.checkpoint
+        if name not in self._weights:
+            raise UserError(
+                f"{source.folder}: a {source.config.model_type} has {name}, which "
+                f"{source.trainer} has no tensor for; give the config.json of another family"
+            )
+        weight = self._weights[name]
+        stacked = bool(weight.experts)
+        rows = shape[0] * shape[1] if stacked else shape[0] if shape else 1
+        columns = shape[2:] if stacked else shape[1:]
+        for stored_name, size in weight.sizes(rows).items():
+            tensor = source.tensors.get(stored_name)
+            if tensor is None:
+                raise UserError(
+                    f"{source.folder}: no tensor {stored_name}, which a "
+                    f"{source.config.model_type} of this config has; give the --config that the "
+                    "model was trained with"
+                )
+            expected = (size, *columns)
+            cut = stored_name in source.padded and tensor.shape[:1] >= (size,)
+            if (tensor.shape[1:] if cut else tensor.shape) != (columns if cut else expected):
+                raise UserError(
+                    f"{source.folder}: tensor {stored_name}: expected shape {expected}, found "
+                    f"{tuple(tensor.shape)}; give the --config that the model was trained with"
+                )
+            self.used.add(stored_name)
+
+    def read(self, name: str) -> Tensor:
+        """Return one of our parameters, whole."""
+        shape = self.shapes[name]
+        weight = self._weights[name]
+        tensors = self.checkpoint.tensors
+        rows = shape[0] * shape[1] if weight.experts else shape[0]
+        columns = shape[2:] if weight.experts else shape[1:]
+        whole: Tensor | None = None
+        for stored_name, theirs, ours in weight.maps(rows):
+            part = rows_of(tensors[stored_name], theirs)
+            if part.shape[0] == rows:
+                return part.reshape(shape)
+            if whole is None:
+                whole = torch.empty((rows, *columns), dtype=part.dtype)
+            whole[ours] = part
+        assert whole is not None
+        return whole.reshape(shape)

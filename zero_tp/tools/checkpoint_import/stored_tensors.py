@@ -1,0 +1,223 @@
+"""Tensors in files, of which only the asked part is read.
+
+Nothing is memory-mapped, so memory holds what was asked for and no pages of the files.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zero_tp.base.errors import UserError
+from zero_tp.parallel.spans import Index, Span, Spans, overlaps
+
+
+class StoredTensor(Protocol):
+    """A tensor that is read when it is asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read(self, index: Index) -> Tensor:
+        """Return a block. `index` has a slice with start and stop for each dimension."""
+        ...
+
+
+def whole_index(tensor: StoredTensor) -> Index:
+    """Return the index of everything."""
+    return tuple(slice(0, size) for size in tensor.shape)
+
+
+def read_whole(tensor: StoredTensor) -> Tensor:
+    """Return all of a stored tensor."""
+    return tensor.read(whole_index(tensor))
+
+
+def rows_of(tensor: StoredTensor, rows: slice) -> Tensor:
+    """Return some rows of a stored tensor."""
+    return tensor.read((rows, *whole_index(tensor)[1:]))
+
+
+def sizes_of(index: Index) -> tuple[int, ...]:
+    """Return the shape of a block."""
+    return tuple(along.stop - along.start for along in index)
+
+
+class Fixed:
+    """Base of what a pickle makes and may not change afterwards."""
+
+    def __setstate__(self, state: object) -> None:
+        raise pickle.UnpicklingError("a tensor with a state of its own")
+
+
+@dataclass(frozen=True)
+class FileTensor(Fixed):
+    """A tensor in a file, little-endian.
+
+    Attributes:
+        path: the file.
+        start: its first byte there.
+        strides: in elements.
+    """
+
+    path: Path
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+
+    @classmethod
+    def contiguous(
+        cls, path: Path, start: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> FileTensor:
+        """Return the tensor whose elements follow each other."""
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        return cls(path, start, tuple(shape), dtype, tuple(strides))
+
+    def read(self, index: Index) -> Tensor:
+        sizes = sizes_of(index)
+        if 0 in sizes:
+            return torch.empty(sizes, dtype=self.dtype)
+        along = list(zip(index, self.strides, strict=True))
+        first = sum(part.start * stride for part, stride in along)
+        last = sum((part.stop - 1) * stride for part, stride in along)
+        elements = torch.empty(last - first + 1, dtype=self.dtype)
+        buffer = memoryview(elements.view(torch.uint8).numpy().data)
+        with self.path.open("rb") as file:
+            file.seek(self.start + first * self.dtype.itemsize)
+            # A file that is cut off ends early, and a large read may come in parts.
+            while len(buffer) and (count := file.readinto(buffer)):
+                buffer = buffer[count:]
+        if len(buffer):
+            raise UserError(f"{self.path}: ends within a tensor; copy the checkpoint again")
+        return elements.as_strided(sizes, self.strides)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a whole tensor.
+
+    Attributes:
+        spans: the map between the whole and `tensor` along each dimension.
+    """
+
+    spans: tuple[Spans, ...]
+    tensor: StoredTensor
+
+
+@dataclass(frozen=True)
+class JoinedTensor:
+    """A tensor in pieces, each in a file of its own.
+
+    Gate and up of 4 rows, from two ranks of TP 2:
+
+        whole     g0 g1 g2 g3 u0 u1 u2 u3
+        rank 0    g0 g1 u0 u1               spans (0, 0, 2), (4, 2, 2)
+        rank 1    g2 g3 u2 u3               spans (2, 0, 2), (6, 2, 2)
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+    def read(self, index: Index) -> Tensor:
+        block = [
+            Spans((Span(part.start, 0, part.stop - part.start),), size, part.stop - part.start)
+            for part, size in zip(index, self.shape, strict=True)
+        ]
+        sizes = sizes_of(index)
+        result: Tensor | None = None
+        for piece in self.pieces:
+            for source, target in overlaps(piece.spans, block):
+                part = piece.tensor.read(source)
+                if part.shape == sizes:
+                    return part
+                if result is None:
+                    result = torch.empty(sizes, dtype=self.dtype)
+                result[target] = part
+        return torch.empty(sizes, dtype=self.dtype) if result is None else result
+
+
+def join(parts: Sequence[StoredTensor], dim: int = 0, blocks: int = 1) -> StoredTensor:
+    """Return the tensor that ranks hold in parts.
+
+    Args:
+        parts: one for each rank, in order.
+        dim: the dimension along which they are parts.
+        blocks: number of equal runs of `dim` that are cut each: 2 for gate and up.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    length = sum(part.shape[dim] for part in parts)
+    shape = list(parts[0].shape)
+    shape[dim] = length
+    pieces = []
+    start = 0
+    for part in parts:
+        size = part.shape[dim] // blocks
+        cut = tuple(
+            Span(block * (length // blocks) + start, block * size, size) for block in range(blocks)
+        )
+        along = [Spans.identity(whole) for whole in shape]
+        along[dim] = Spans(cut, length, part.shape[dim])
+        pieces.append(Piece(tuple(along), part))
+        start += size
+    return JoinedTensor(tuple(shape), parts[0].dtype, tuple(pieces))
+
+
+@dataclass(frozen=True)
+class SelectedTensor:
+    """One entry of a tensor's first dimension, such as one layer of a stack."""
+
+    stack: StoredTensor
+    number: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stack.shape[1:]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stack.dtype
+
+    def read(self, index: Index) -> Tensor:
+        return self.stack.read((slice(self.number, self.number + 1), *index))[0]
+
+
+@dataclass(frozen=True)
+class ReshapedTensor:
+    """A range of a flat tensor, in a shape. Rows are read alone, columns with their rows."""
+
+    flat: StoredTensor
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.flat.dtype
+
+    def read(self, index: Index) -> Tensor:
+        if not index:
+            return self.flat.read((slice(self.start, self.start + 1),)).reshape(())
+        row = math.prod(self.shape[1:])
+        first = self.start + index[0].start * row
+        rows = self.flat.read((slice(first, self.start + index[0].stop * row),))
+        sizes = (index[0].stop - index[0].start, *self.shape[1:])
+        return rows.reshape(sizes)[(slice(None), *index[1:])]
+
+
+def flatten(tensor: StoredTensor) -> StoredTensor:
+    """Return a contiguous tensor of a file with one dimension."""
+    assert isinstance(tensor, FileTensor)
+    size = (math.prod(tensor.shape),)
+    return FileTensor.contiguous(tensor.path, tensor.start, size, tensor.dtype)
