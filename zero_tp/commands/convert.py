@@ -22,7 +22,6 @@ from zero_tp.base.constants import DTYPES
 from zero_tp.base.errors import UserError, first_line, show
 from zero_tp.commands import inspect
 
-
 FORMAT_NAMES = (
     *("megatron", "megatron-deepspeed", "gpt-neox", "nanotron", "deepspeed", "universal"),
     *("olmo-core", "torchtitan"),
