@@ -128,7 +128,7 @@ def _regions(
         # A name such as `../file` could read another file of the user.
         if Path(file).name != file:
             raise ValueError(f"{file!r} is not the name of a file beside it")
-        offsets = key.fields["offset"]
+        offsets = key.fields.get("offset")
         name = key.fields["fqn"], None if offsets is None else tuple(offsets)
         regions[name] = Region(folder / file, fields["offset"], fields["length"])
     return regions
