@@ -81,7 +81,7 @@ def convert(options: argparse.Namespace) -> list[str]:
         f"{options.output} ({result.parameters:,} parameters, {dtype})",
         f"tensors: {result.read} read, {result.unused} unused, {result.made} made",
         *(f"left out: {part}" for part in checkpoint.left_out),
-        *checkpoint.notes,
+        *result.notes,
         *(_line(proof) for proof in proofs),
         f"tokenizer from {tokenizer}"
         if tokenizer is not None

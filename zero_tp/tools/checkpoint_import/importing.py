@@ -25,7 +25,7 @@ class ImportResult:
         unused: those that `--ignore` or the format left out.
         made: tensors that were written.
         dtype: of the written weights.
-        loss: result of the proof, or None.
+        notes: lines for the user.
     """
 
     parameters: int
@@ -33,6 +33,7 @@ class ImportResult:
     unused: int
     made: int
     dtype: torch.dtype
+    notes: tuple[str, ...]
 
 
 def stored_dtype(reader: ParameterReader) -> torch.dtype:
@@ -87,4 +88,5 @@ def import_checkpoint(
         unused=len(checkpoint.tensors.keys() - reader.used),
         made=len(entries),
         dtype=written,
+        notes=(*checkpoint.notes, *reader.notes),
     )

@@ -179,11 +179,10 @@ def expand(weights: Iterable[SourceWeight], layers: int) -> list[SourceWeight]:
 
 def our_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Return the whole shapes of all parameters of a model, by our names."""
-    with torch.device("meta"):
-        stored = {
-            name: torch.empty(shape)
-            for name, shape in stored_shapes(native_model(config), config).items()
-        }
+    stored = {
+        name: torch.empty(shape, device="meta")
+        for name, shape in stored_shapes(native_model(config), config).items()
+    }
     return {weight.our_name: _our_shape(weight, stored) for weight in weights_of(config)}
 
 
@@ -203,6 +202,7 @@ class ParameterReader:
     Attributes:
         shapes: by our names.
         used: names of the tensors that are read.
+        notes: a line on each tensor of which rows are left out.
 
     Raises:
         UserError: a tensor is missing, unused, or of another shape.
@@ -212,6 +212,7 @@ class ParameterReader:
     ignored: Sequence[str] = ()
     shapes: dict[str, tuple[int, ...]] = field(init=False)
     used: set[str] = field(init=False, default_factory=set)
+    notes: list[str] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         source = self.checkpoint
@@ -261,6 +262,11 @@ class ParameterReader:
                     f"{tuple(tensor.shape)}; give the --config that the model was trained with"
                 )
             self.used.add(stored_name)
+            if cut and tensor.shape[0] > size:
+                self.notes.append(
+                    f"{stored_name}: {size:,} rows of {tensor.shape[0]:,}, the vocabulary; the "
+                    "rest is padding"
+                )
 
     def read(self, name: str) -> Tensor:
         """Return one of our parameters, whole."""
