@@ -55,7 +55,9 @@ def build(options: dict[str, Any]) -> Any:
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer import TransformerConfig, transformer_block
+    from megatron.core.transformer.moe import moe_utils
 
+    moe_utils.te_general_gemm = None  # is left undefined without Transformer Engine
     megatron_random._CUDA_RNG_STATE_TRACKER = NoTracker()
     megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     rms = options["normalization"] == "RMSNorm"

@@ -24,6 +24,7 @@ from zero_tp.base.weight_files import INDEX, SINGLE
 from zero_tp.model.architectures import aliases_of, architecture_of, weights_of
 from zero_tp.model.architectures.table import Weight
 from zero_tp.model.weights.load import native_model, open_config
+from zero_tp.model.weights.stacked_experts import divide_by_sizes
 
 TOKENS = 512
 """Tokens of a text that are scored."""
@@ -80,8 +81,9 @@ class WrittenWeights:
             return torch.cat([stored[row : row + 1] for row in rows.tolist()]).float()
 
     def _stack(self, weight: Weight) -> Tensor:
-        """Return the matrices of all experts, which files have one by one."""
-        return weight.from_hf({name: self.read(name) for name in weight.names})
+        """Return what files have in parts: the matrices of all experts, or convolutions."""
+        parts = {name: self.read(name) for name in weight.names}
+        return weight.from_hf(divide_by_sizes(parts, [weight], self.directory))
 
 
 class _Rows(nn.Module):
