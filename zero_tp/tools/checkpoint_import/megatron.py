@@ -159,7 +159,7 @@ def _open_ranks(folder: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         names = [key for key in content if re.fullmatch(r"model\d*", str(key))]
         chunks = tuple(
             dict[str, StoredTensor](
-                (usual(name), tensor) for name, tensor in tensors_in(content[key])
+                (usual(name), tensor) for name, tensor in tensors_in(content[key], path=file)
             )
             for key in sorted(names, key=lambda key: int(key.removeprefix("model") or 0))
         )

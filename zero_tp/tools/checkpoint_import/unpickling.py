@@ -301,11 +301,25 @@ class _Window(io.RawIOBase):
         return len(content)
 
 
-def tensors_in(value: Any, prefix: str = "") -> Iterator[tuple[str, FileTensor]]:
-    """Yield the tensors of nested dicts, by names that join their keys."""
+def tensors_in(
+    value: Any, prefix: str = "", *, path: Path | None = None
+) -> Iterator[tuple[str, FileTensor]]:
+    """Yield the tensors of nested dicts, by names that join their keys.
+
+    Args:
+        path: for error messages.
+
+    Raises:
+        UserError: a tensor could be had only by a call of what the file names.
+    """
     for key, inner in value.items():
         name = f"{prefix}{key}"
         if isinstance(inner, FileTensor):
             yield name, inner
         elif isinstance(inner, dict):
-            yield from tensors_in(inner, f"{name}.")
+            yield from tensors_in(inner, f"{name}.", path=path)
+        elif isinstance(inner, Record) and not name.endswith("_extra_state"):
+            raise UserError(
+                f"{path or 'the checkpoint'}: {name} is made by {inner.name}, which is not called; "
+                "save it as a plain tensor"
+            )
