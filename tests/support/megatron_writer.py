@@ -44,7 +44,7 @@ def replace_cuda() -> None:
     # An object of its own for each name, as dynamo counts them.
     torch.cuda.synchronize = lambda *_, **__: None
     torch.cuda.set_device = lambda *_, **__: None
-    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.current_stream = lambda *_: None
     torch.cuda.Stream = lambda *_, **__: None  # type: ignore[misc,assignment]
     # TopKRouter moves its bias by `.cuda()`.
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign,assignment]
@@ -103,7 +103,7 @@ def build(options: dict[str, Any]) -> Any:
     if config.qk_layernorm:
         attention = inner.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = Norm
-    transformer_block.LayerNormImpl = Norm  # type: ignore[misc,assignment]
+    transformer_block.LayerNormImpl = Norm
     stage = parallel_state.get_pipeline_model_parallel_rank()
     model = GPTModel(
         config,

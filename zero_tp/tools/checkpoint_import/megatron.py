@@ -60,7 +60,8 @@ def open_megatron(
         UserError: its format is `zarr` or `fsdp_dtensor`; it is damaged; its args describe a model
             that Hugging Face has no class for.
     """
-    if (folder / COMMON).is_file() or is_distributed(folder):
+    distributed = (folder / COMMON).is_file() or is_distributed(folder)
+    if distributed:
         args, tensors, objects = _open_distributed(folder)
         extra = sorted(name for name in objects if "_extra_state" in name)
     else:
@@ -68,7 +69,7 @@ def open_megatron(
         extra = []
     if config is None:
         config = config_of(args, vocabulary, folder)
-    _check_args(args, folder)
+    _check_args(args, folder, distributed=distributed)
     states = sorted(name for name in tensors if re.fullmatch(IGNORABLE[0], name))
     left_out = [
         *([f"the optimizer's states ({len(states)} tensors)"] if states else []),
@@ -87,8 +88,15 @@ def open_megatron(
     )
 
 
-def _check_args(args: Mapping[str, Any], folder: Path) -> None:
+def _check_args(args: Mapping[str, Any], folder: Path, *, distributed: bool) -> None:
     """Refuse what a config.json cannot tell and the table would read wrongly."""
+    degree = args.get("tensor_model_parallel_size") or 1
+    if (args.get("expert_tensor_parallel_size") or degree) != degree and not distributed:
+        raise UserError(
+            f"{folder}: expert_tensor_parallel_size {args['expert_tensor_parallel_size']} with TP "
+            f"{degree}: experts' files of another grid are not read; save with --ckpt-format "
+            "torch_dist"
+        )
     version = args.get("checkpoint_version")
     if isinstance(version, (int, float)) and version < 2:
         raise UserError(

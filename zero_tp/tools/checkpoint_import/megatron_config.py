@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from zero_tp.base.errors import UserError, shown
+from zero_tp.base.errors import UserError, first_line, shown
 
 ABSENT = object()
 
@@ -45,9 +45,13 @@ def config_of(args: Mapping[str, Any], vocabulary: int | None, folder: Path) -> 
             known |= {"attention_bias": bias, "mlp_bias": bias}
     # Ids of special tokens belong to a tokenizer, not to the args.
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    return AutoConfig.for_model(
-        model_type, vocab_size=tokens, tie_word_embeddings=not untied, **known, **ids
-    )
+    try:
+        return AutoConfig.for_model(
+            model_type, vocab_size=tokens, tie_word_embeddings=not untied, **known, **ids
+        )
+    except ValueError as error:  # transformers' class refuses some sizes
+        reason = first_line(error.__cause__ or error)
+        raise UserError(f"{folder}: transformers has no such {model_type}: {reason}") from error
 
 
 class _Args:
