@@ -44,8 +44,8 @@ def replace_cuda() -> None:
     # An object of its own for each name, as dynamo counts them.
     torch.cuda.synchronize = lambda *_, **__: None
     torch.cuda.set_device = lambda *_, **__: None
-    torch.cuda.current_stream = lambda *_: None
-    torch.cuda.Stream = lambda *_, **__: None  # type: ignore[misc,assignment]
+    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment,return-value]
+    torch.cuda.Stream = lambda *_, **__: None  # type: ignore[misc]
     # TopKRouter moves its bias by `.cuda()`.
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign,assignment]
 

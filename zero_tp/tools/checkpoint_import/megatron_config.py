@@ -49,7 +49,7 @@ def config_of(args: Mapping[str, Any], vocabulary: int | None, folder: Path) -> 
         return AutoConfig.for_model(
             model_type, vocab_size=tokens, tie_word_embeddings=not untied, **known, **ids
         )
-    except ValueError as error:  # transformers' class refuses some sizes
+    except Exception as error:  # transformers raises types of its own here
         reason = first_line(error.__cause__ or error)
         raise UserError(f"{folder}: transformers has no such {model_type}: {reason}") from error
 
