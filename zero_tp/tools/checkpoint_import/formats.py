@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from zero_tp.base.errors import UserError
-from zero_tp.tools.checkpoint_import import megatron
+from zero_tp.tools.checkpoint_import import megatron, olmo_core, torchtitan
 from zero_tp.tools.checkpoint_import.source import Checkpoint
 from zero_tp.tools.checkpoint_import.steps import find_step
 
@@ -30,6 +30,8 @@ class Format:
 
 FORMATS: dict[str, Format] = {
     "megatron": Format(megatron.is_megatron, megatron.open_megatron),
+    "olmo-core": Format(olmo_core.is_olmo_core, olmo_core.open_olmo_core),
+    "torchtitan": Format(torchtitan.is_torchtitan, torchtitan.open_torchtitan),
 }
 """`--format` → its reader, the most particular first."""
 

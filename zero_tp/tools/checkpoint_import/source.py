@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -86,6 +87,23 @@ def paired(heads: int, head_size: int, rotated: int | None = None) -> Rows:
     return rows
 
 
+def stacked(*maps: Rows) -> Rows:
+    """Return the map of tensors of equal size, one after the other, each with rows of its own
+    order.
+    """
+
+    def rows(total: int) -> tuple[Spans, ...]:
+        size = total // len(maps)
+        parts = []
+        for number, part in enumerate(maps):
+            (inner,) = part(size)
+            moved = (Span(number * size + span.whole_start, *span[1:]) for span in inner)
+            parts.append(Spans(tuple(moved), total, inner.local_length))
+        return tuple(parts)
+
+    return rows
+
+
 @dataclass(frozen=True)
 class SourceWeight:
     """One parameter of ours and the tensors of the source that have its rows.
@@ -163,6 +181,34 @@ class Checkpoint:
     left_out: tuple[str, ...] = ()
     ignorable: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+ROWS_AT_ONCE = 8192
+
+
+def without_tied_head(
+    folder: Path, tensors: Mapping[str, StoredTensor], embedding: str, head: str
+) -> dict[str, StoredTensor]:
+    """Return the tensors without a head that is the embedding under a second name.
+
+    Raises:
+        UserError: its values are others.
+    """
+    rest = {name: tensor for name, tensor in tensors.items() if name != head}
+    if head not in tensors or embedding not in tensors:
+        return rest
+    first, second = tensors[embedding], tensors[head]
+    total = first.shape[0]
+    same = first.shape == second.shape
+    for start in range(0, total if same else 0, ROWS_AT_ONCE):
+        rows = slice(start, min(start + ROWS_AT_ONCE, total))
+        same = same and torch.equal(rows_of(first, rows), rows_of(second, rows))
+    if not same:
+        raise UserError(
+            f"{folder}: {head} is not {embedding}, so the model is not tied; give the --config "
+            "that it was trained with"
+        )
+    return rest
 
 
 def expand(weights: Iterable[SourceWeight], layers: int) -> list[SourceWeight]:
@@ -276,12 +322,31 @@ class ParameterReader:
         rows = shape[0] * shape[1] if weight.experts else shape[0]
         columns = shape[2:] if weight.experts else shape[1:]
         whole: Tensor | None = None
-        for stored_name, theirs, ours in weight.maps(rows):
-            part = rows_of(tensors[stored_name], theirs)
-            if part.shape[0] == rows:
-                return part.reshape(shape)
-            if whole is None:
-                whole = torch.empty((rows, *columns), dtype=part.dtype)
-            whole[ours] = part
+        for stored_name, group in itertools.groupby(weight.maps(rows), lambda run: run[0]):
+            runs = [(theirs, ours) for _, theirs, ours in group]
+            for ours, part in _parts(tensors[stored_name], runs):
+                if part.shape[0] == rows:
+                    return part.reshape(shape)
+                if whole is None:
+                    whole = torch.empty((rows, *columns), dtype=part.dtype)
+                whole[ours] = part
         assert whole is not None
         return whole.reshape(shape)
+
+
+def _parts(
+    tensor: StoredTensor, runs: Sequence[tuple[slice, slice]]
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (our rows, a part) of each run (their rows, our rows) of a tensor.
+
+    Runs that follow each other are read at once: a permutation of rows has one a row.
+    """
+    first = min(theirs.start for theirs, _ in runs)
+    last = max(theirs.stop for theirs, _ in runs)
+    if sum(theirs.stop - theirs.start for theirs, _ in runs) < last - first:
+        for theirs, ours in runs:
+            yield ours, rows_of(tensor, theirs)
+        return
+    block = rows_of(tensor, slice(first, last))
+    for theirs, ours in runs:
+        yield ours, block[theirs.start - first : theirs.stop - first]
