@@ -9,7 +9,13 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from zero_tp.base.errors import UserError
-from zero_tp.tools.checkpoint_import import megatron, olmo_core, torchtitan
+from zero_tp.tools.checkpoint_import import (
+    gpt_neox,
+    megatron,
+    megatron_deepspeed,
+    olmo_core,
+    torchtitan,
+)
 from zero_tp.tools.checkpoint_import.source import Checkpoint
 from zero_tp.tools.checkpoint_import.steps import find_step
 
@@ -30,6 +36,10 @@ class Format:
 
 FORMATS: dict[str, Format] = {
     "megatron": Format(megatron.is_megatron, megatron.open_megatron),
+    "megatron-deepspeed": Format(
+        megatron_deepspeed.is_megatron_deepspeed, megatron_deepspeed.open_megatron_deepspeed
+    ),
+    "gpt-neox": Format(gpt_neox.is_gpt_neox, gpt_neox.open_gpt_neox),
     "olmo-core": Format(olmo_core.is_olmo_core, olmo_core.open_olmo_core),
     "torchtitan": Format(torchtitan.is_torchtitan, torchtitan.open_torchtitan),
 }

@@ -63,6 +63,30 @@ def grouped(heads: int, groups: int, head_size: int, parts: Sequence[int] = (0, 
     return rows
 
 
+def swapped() -> Rows:
+    """Return the map of two equal halves that the source has in the other order: up and gate."""
+
+    def rows(total: int) -> tuple[Spans, ...]:
+        half = total // 2
+        return (Spans((Span(0, half, half), Span(half, 0, half)), total, total),)
+
+    return rows
+
+
+def selected(start: int, length: int, whole: int) -> Rows:
+    """Return the map of a part of one tensor, such as K of Q, K and V.
+
+    Args:
+        whole: rows of the tensor.
+    """
+
+    def rows(total: int) -> tuple[Spans, ...]:
+        assert total == length
+        return (Spans((Span(0, start, length),), total, whole),)
+
+    return rows
+
+
 def paired(heads: int, head_size: int, rotated: int | None = None) -> Rows:
     """Return the map of heads whose rotary features are pairs (0, 1), (2, 3), … in the source, and
     (0, d/2), (1, d/2 + 1), … here.

@@ -148,30 +148,36 @@ class JoinedTensor:
         return torch.empty(sizes, dtype=self.dtype) if result is None else result
 
 
-def join(parts: Sequence[StoredTensor], dim: int = 0, blocks: int = 1) -> StoredTensor:
+def join(
+    parts: Sequence[StoredTensor], dim: int = 0, blocks: int | Sequence[int] = 1
+) -> StoredTensor:
     """Return the tensor that ranks hold in parts.
 
     Args:
         parts: one for each rank, in order.
         dim: the dimension along which they are parts.
-        blocks: number of equal runs of `dim` that are cut each: 2 for gate and up.
+        blocks: number of equal runs of `dim` that are cut each: 2 for gate and up; or their
+            proportions: (4, 1, 1) for Q, K and V.
     """
     if len(parts) == 1:
         return parts[0]
+    shares = [1] * blocks if isinstance(blocks, int) else list(blocks)
     length = sum(part.shape[dim] for part in parts)
     shape = list(parts[0].shape)
     shape[dim] = length
     pieces = []
-    start = 0
+    done = 0
     for part in parts:
-        size = part.shape[dim] // blocks
-        cut = tuple(
-            Span(block * (length // blocks) + start, block * size, size) for block in range(blocks)
-        )
+        size = part.shape[dim]
+        cut = []
+        for number, share in enumerate(shares):
+            before = sum(shares[:number])
+            start = (before * length + share * done) // sum(shares)
+            cut.append(Span(start, before * size // sum(shares), share * size // sum(shares)))
         along = [Spans.identity(whole) for whole in shape]
-        along[dim] = Spans(cut, length, part.shape[dim])
+        along[dim] = Spans(tuple(cut), length, size)
         pieces.append(Piece(tuple(along), part))
-        start += size
+        done += size
     return JoinedTensor(tuple(shape), parts[0].dtype, tuple(pieces))
 
 

@@ -1,0 +1,400 @@
+"""Write checkpoints of trainers that no registry has, from the weights of a Hugging Face model.
+
+Each function follows the trainer's own source at a commit, which it names: its modules give the
+names and the order of rows, its saving the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+Tensors = dict[str, Tensor]
+
+
+def pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    """Return a vocabulary's matrix with rows of noise after it."""
+    noise = torch.randn(rows - tensor.shape[0], *tensor.shape[1:]).to(tensor.dtype)
+    return torch.cat([tensor, noise])
+
+
+def by_group(parts: Sequence[Tensor], groups: int) -> Tensor:
+    """Return Q, K and V with the rows of each group one after the other."""
+    split = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
+    return torch.cat(split, 1).reshape(-1, *parts[0].shape[1:])
+
+
+def stacked(parts: Sequence[Tensor], degree: int, rank: int) -> Tensor:
+    """Return a rank's shares of some matrices, one after the other."""
+    return torch.cat([part.chunk(degree)[rank] for part in parts])
+
+
+def cut_columns(tensor: Tensor, degree: int, rank: int) -> Tensor:
+    return tensor.chunk(degree, 1)[rank].clone()
+
+
+# microsoft/Megatron-DeepSpeed at f4157be: megatron/model/transformer.py (ParallelMLP,
+# ParallelAttention.forward, and of its parent before 676a482 split_tensor),
+# megatron/model/language_model.py (state_dict_for_save_checkpoint), megatron/model/gpt_model.py
+# (GPTModelPipe), megatron/checkpointing.py (save_checkpoint).
+
+
+def llama_layer(weights: Mapping[str, Tensor], number: int) -> dict[str, Any]:
+    """Return a Llama layer's parts by what they are."""
+    prefix = f"model.layers.{number}."
+    layer = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in weights.items()
+        if name.startswith(prefix)
+    }
+    return {
+        "qkv": [layer[f"self_attn.{letter}_proj.weight"] for letter in "qkv"],
+        "dense": layer["self_attn.o_proj.weight"],
+        "gate": layer["mlp.gate_proj.weight"],
+        "up": layer["mlp.up_proj.weight"],
+        "down": layer["mlp.down_proj.weight"],
+        "norms": (layer["input_layernorm.weight"], layer["post_attention_layernorm.weight"]),
+    }
+
+
+def megatron_deepspeed_layer(
+    model: PreTrainedModel, number: int, degree: int, rank: int, *, thirds: bool
+) -> Tensors:
+    """Return a layer's tensors of one TP rank."""
+    config = model.config
+    weights = model.state_dict()
+    if config.model_type == "gpt2":
+        return gpt2_layer(weights, config.n_head, number, degree, rank, thirds=thirds)
+    layer = llama_layer(weights, number)
+    groups = config.num_key_value_heads
+    fused = by_group(layer["qkv"], groups).chunk(degree)[rank]
+    return {
+        "input_layernorm.weight": layer["norms"][0],
+        "self_attention.query_key_value.weight": stacked(layer["qkv"], degree, rank)
+        if thirds
+        else fused.clone(),
+        "self_attention.dense.weight": cut_columns(layer["dense"], degree, rank),
+        "post_attention_layernorm.weight": layer["norms"][1],
+        "mlp.dense_h_to_4h.weight": stacked([layer["gate"], layer["up"]], degree, rank),
+        "mlp.dense_4h_to_h.weight": cut_columns(layer["down"], degree, rank),
+    }
+
+
+def gpt2_layer(
+    weights: Mapping[str, Tensor], heads: int, number: int, degree: int, rank: int, *, thirds: bool
+) -> Tensors:
+    """Return GPT-2's, whose matrices are [in, out] in Hugging Face's files."""
+    prefix = f"transformer.h.{number}."
+    tensors: Tensors = {}
+    for part in ("weight", "bias"):
+        names = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+        fused, dense, up, down = (weights[f"{prefix}{name}.{part}"].t() for name in names)
+        qkv = fused.chunk(3)
+        rows = stacked(qkv, degree, rank) if thirds else by_group(qkv, heads).chunk(degree)[rank]
+        is_bias = part == "bias"
+        tensors |= {
+            f"input_layernorm.{part}": weights[f"{prefix}ln_1.{part}"],
+            f"self_attention.query_key_value.{part}": rows.clone(),
+            f"self_attention.dense.{part}": dense.clone()
+            if is_bias
+            else cut_columns(dense, degree, rank),
+            f"post_attention_layernorm.{part}": weights[f"{prefix}ln_2.{part}"],
+            f"mlp.dense_h_to_4h.{part}": up.chunk(degree)[rank].clone(),
+            f"mlp.dense_4h_to_h.{part}": down.clone()
+            if is_bias
+            else cut_columns(down, degree, rank),
+        }
+    return tensors
+
+
+def megatron_deepspeed_args(model: PreTrainedModel, degree: int, padded: int) -> dict[str, Any]:
+    """Return the fields of megatron/arguments.py that describe a model."""
+    config = model.config
+    is_gpt2 = config.model_type == "gpt2"
+    heads = config.n_head if is_gpt2 else config.num_attention_heads
+    return {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if is_gpt2 else config.num_key_value_heads,
+        "kv_channels": config.hidden_size // heads if is_gpt2 else config.head_dim,
+        "ffn_hidden_size": config.n_inner if is_gpt2 else config.intermediate_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "padded_vocab_size": padded,
+        "vocab_size": None,
+        "normalization": "layernorm" if is_gpt2 else "rmsnorm",
+        "layernorm_epsilon": config.layer_norm_epsilon if is_gpt2 else config.rms_norm_eps,
+        "apply_layernorm_1p": False,
+        "add_bias_linear": is_gpt2,
+        "swiglu": not is_gpt2,
+        "bias_gelu_fusion": is_gpt2,
+        "openai_gelu": False,
+        "use_rotary_position_embeddings": not is_gpt2,
+        "add_position_embedding": is_gpt2,
+        "rotary_percent": 1.0,
+        "rotary_position_embeddings_theta": 10_000,
+        "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
+        "num_experts": [1],
+        "tensor_model_parallel_size": degree,
+        "params_dtype": model.dtype,
+        "use_flash_attn_v2": True,
+    }
+
+
+def megatron_deepspeed(
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    degree: int,
+    padded: int,
+    pipelines: bool,
+    thirds: bool = False,
+    args: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a step; return the root of its run.
+
+    Args:
+        padded: rows of the vocabulary.
+        thirds: as releases with FPDT read Q, K and V.
+        args: further ones.
+    """
+    config = model.config
+    is_gpt2 = config.model_type == "gpt2"
+    weights = model.state_dict()
+    head = model.get_output_embeddings().weight
+    fields = megatron_deepspeed_args(model, degree, padded) | dict(args or {})
+    if thirds:
+        fields["ds_sequence_parallel_fpdt"] = False
+    step = folder / "global_step7"
+    step.mkdir(parents=True)
+    (folder / "latest").write_text("global_step7")
+    outer = {"word_embeddings": pad_rows(model.get_input_embeddings().weight.detach(), padded)}
+    last = "transformer.ln_f" if is_gpt2 else "model.norm"
+    norm = {
+        name.removeprefix(f"{last}."): tensor
+        for name, tensor in weights.items()
+        if name.startswith(f"{last}.")
+    }
+    untied = None if config.tie_word_embeddings else pad_rows(head.detach(), padded)
+    for rank in range(degree):
+        layers = [
+            megatron_deepspeed_layer(model, number, degree, rank, thirds=thirds)
+            for number in range(config.num_hidden_layers)
+        ]
+        embedding = {"word_embeddings": {"weight": outer["word_embeddings"].chunk(degree)[rank]}}
+        if is_gpt2:
+            embedding["position_embeddings"] = {"weight": weights["transformer.wpe.weight"]}
+        state = {"args": argparse.Namespace(**fields), "checkpoint_version": 3.0, "iteration": 7}
+        if pipelines:
+            flat = {f"{name}.weight": inner["weight"] for name, inner in embedding.items()}
+            files = [flat, *layers, norm]
+            files += [] if untied is None else [{"lm_head.weight": untied.chunk(degree)[rank]}]
+            # Number 0 is a function that casts.
+            for number, tensors in enumerate(files, 1):
+                name = f"layer_{number:02d}-model_{rank:02d}-model_states.pt"
+                torch.save({key: tensor.clone() for key, tensor in tensors.items()}, step / name)
+            state["module"] = None
+        else:
+            encoder = {
+                f"layers.{n}.{key}": t for n, layer in enumerate(layers) for key, t in layer.items()
+            }
+            encoder |= {f"final_layernorm.{key}": tensor for key, tensor in norm.items()}
+            language_model: dict[str, Any] = {"embedding": embedding, "encoder": encoder}
+            if untied is not None:
+                language_model["output_layer"] = {"weight": untied.chunk(degree)[rank]}
+            state["module"] = {"language_model": {**language_model, "moe_state_dict": {}}}
+        torch.save(state, step / f"mp_rank_{rank:02d}_model_states.pt")
+        torch.save(
+            {"optimizer_state_dict": {}},
+            step / f"zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt",
+        )
+    return folder
+
+
+# EleutherAI/gpt-neox at ea7aefd: megatron/model/transformer.py (ParallelMLP, Gated_Activation,
+# ParallelSelfAttention.forward and gqa_project, ParallelTransformerLayer.forward),
+# megatron/model/gpt2_model.py (init_specs), megatron/checkpointing.py (save_ds_checkpoint); names
+# of before 0d4bdb9 from its parent's LLaMAParallelMLP.
+
+
+def gpt_neox_qkv(
+    parts: Sequence[Tensor], heads: int, groups: int, degree: int, rank: int
+) -> Tensor:
+    """Return a rank's rows: head by head, or Q, K and V one after the other if K has fewer."""
+    if groups != heads:
+        return stacked(parts, degree, rank)
+    return by_group(parts, heads).chunk(degree)[rank].clone()
+
+
+def gpt_neox_layer(
+    model: PreTrainedModel, number: int, degree: int, rank: int, *, former: bool
+) -> Tensors:
+    """Return a layer's tensors of one TP rank."""
+    config = model.config
+    weights = model.state_dict()
+    heads = config.num_attention_heads
+    if config.model_type == "llama":
+        layer = llama_layer(weights, number)
+        groups = config.num_key_value_heads
+        gate, up = (layer[name].chunk(degree)[rank] for name in ("gate", "up"))
+        mlp = (
+            {"mlp.w1.weight": gate.clone(), "mlp.w3.weight": up.clone()}
+            if former
+            else {"mlp.linear1.weight": torch.cat([up, gate])}
+        )
+        down = "mlp.w2.weight" if former else "mlp.linear2.weight"
+        return {
+            "input_layernorm.scale": layer["norms"][0],
+            "attention.query_key_value.weight": gpt_neox_qkv(
+                layer["qkv"], heads, groups, degree, rank
+            ),
+            "attention.dense.weight": cut_columns(layer["dense"], degree, rank),
+            "post_attention_layernorm.scale": layer["norms"][1],
+            **mlp,
+            down: cut_columns(layer["down"], degree, rank),
+        }
+    prefix = f"gpt_neox.layers.{number}."
+    up_name, down_name = (
+        ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h") if former else ("mlp.linear1", "mlp.linear2")
+    )
+    tensors: Tensors = {}
+    for part in ("weight", "bias"):
+        names = ("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h")
+        fused, dense, up = (weights[f"{prefix}{name}.{part}"] for name in names)
+        last = weights[f"{prefix}mlp.dense_4h_to_h.{part}"]
+        if part == "weight":
+            dense, last = (cut_columns(tensor, degree, rank) for tensor in (dense, last))
+        elif config.use_parallel_residual:
+            # Every rank adds its own to its part of the output, which are summed then.
+            dense, last = (share_of_sum(tensor, degree, rank) for tensor in (dense, last))
+        tensors |= {
+            f"input_layernorm.{part}": weights[f"{prefix}input_layernorm.{part}"],
+            # Its rows are those of transformers' class.
+            f"attention.query_key_value.{part}": fused.chunk(degree)[rank].clone(),
+            f"attention.dense.{part}": dense.clone(),
+            f"post_attention_layernorm.{part}": weights[f"{prefix}post_attention_layernorm.{part}"],
+            f"{up_name}.{part}": up.chunk(degree)[rank].clone(),
+            f"{down_name}.{part}": last.clone(),
+        }
+    return tensors
+
+
+def share_of_sum(tensor: Tensor, degree: int, rank: int) -> Tensor:
+    """Return what a rank has of a sum; the ranks' shares differ and add up exactly."""
+    if degree == 1:
+        return tensor
+    return tensor * (0.25 if rank == 0 else 0.75 / (degree - 1))
+
+
+def gpt_neox_settings(model: PreTrainedModel, *, former: bool) -> dict[str, Any]:
+    """Return the settings that describe a model."""
+    config = model.config
+    common = {
+        "pos_emb": "rotary",
+        "rotary-emb-base": config.rope_parameters["rope_theta"],
+        "no_weight_tying": not config.tie_word_embeddings,
+        "attention_config": [[["flash", "global"], 2]],
+        "mlp_multiple_of": 4,
+    }
+    if config.model_type == "llama":
+        width = config.intermediate_size
+        return common | {
+            "rotary_pct": 1,
+            "norm": "rmsnorm",
+            "rms-norm-epsilon": config.rms_norm_eps,
+            "num_kv_heads": config.num_key_value_heads,
+            "use_bias_in_attn_linear": False,
+            "use_bias_in_mlp": False,
+            # A gated one is a third as wide as it is set.
+            **(
+                {"mlp_type": "llama", "activation": "silu", "intermediate_size": width}
+                if former
+                else {"activation": "swiglu", "intermediate_size": 3 * width}
+            ),
+        }
+    return common | {
+        "rotary-pct": config.rope_parameters["partial_rotary_factor"],
+        "layernorm-epsilon": config.layer_norm_eps,
+        "gpt_j_residual": config.use_parallel_residual,
+        "bias-gelu-fusion": config.hidden_act == "gelu_fast",
+        "intermediate_size": config.intermediate_size,
+    }
+
+
+def gpt_neox(
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    degree: int,
+    padded: int,
+    pipelines: bool,
+    former: bool = False,
+    settings: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a step; return the root of its run.
+
+    Args:
+        padded: rows of the vocabulary.
+        former: with the names of releases before September 2024.
+        settings: further ones.
+    """
+    config = model.config
+    is_llama = config.model_type == "llama"
+    weights = model.state_dict()
+    step = folder / "global_step7"
+    (step / "configs").mkdir(parents=True)
+    (folder / "latest").write_text("global_step7")
+    recorded = gpt_neox_settings(model, former=former) | dict(settings or {})
+    names = sorted(recorded)
+    for file, chosen in (("model.yml", names[::2]), ("rest.yml", names[1::2])):
+        content = {name: recorded[name] for name in chosen}
+        (step / "configs" / file).write_text(json.dumps(content))
+    embedding = pad_rows(model.get_input_embeddings().weight.detach(), padded)
+    last = "model.norm" if is_llama else "gpt_neox.final_layer_norm"
+    norm = {
+        f"norm.{'scale' if is_llama else part}": weights[f"{last}.{part}"]
+        for part in ("weight", "bias")
+        if f"{last}.{part}" in weights
+    }
+    head = pad_rows(model.get_output_embeddings().weight.detach(), padded)
+    args = {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+        "padded_vocab_size": padded,
+        "tokenizer_type": "HFTokenizer",
+        "model_parallel_size": degree,
+    }
+    for rank in range(degree):
+        layers = [
+            gpt_neox_layer(model, number, degree, rank, former=former)
+            for number in range(config.num_hidden_layers)
+        ]
+        # Functions have numbers, too: one before the layers, one after them.
+        files: list[Tensors] = [{"word_embeddings.weight": embedding.chunk(degree)[rank]}, {}]
+        files += [*layers, {}, norm]
+        if not config.tie_word_embeddings:
+            files.append({"final_linear.weight": head.chunk(degree)[rank]})
+        state = {"iteration": 7, "args": args, "module": None}
+        if pipelines:
+            for number, tensors in enumerate(files):
+                name = f"layer_{number:02d}-model_{rank:02d}-model_states.pt"
+                if tensors:
+                    content = {key: tensor.clone() for key, tensor in tensors.items()}
+                    torch.save(content, step / name)
+        else:
+            state["module"] = {
+                f"sequential.{number}.{name}": tensor.clone()
+                for number, tensors in enumerate(files)
+                for name, tensor in tensors.items()
+            }
+        torch.save(state, step / f"mp_rank_{rank:02d}_model_states.pt")
+    return folder
