@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 Tensors = dict[str, Tensor]
 
@@ -397,4 +399,169 @@ def gpt_neox(
                 for name, tensor in tensors.items()
             }
         torch.save(state, step / f"mp_rank_{rank:02d}_model_states.pt")
+    return folder
+
+
+# huggingface/nanotron at 2411b02: src/nanotron/parallel/sharded_parameters.py
+# (create_sharded_parameter_from_config), src/nanotron/parallel/parameters.py (SlicesPair),
+# src/nanotron/serialize/ (weights.py, utils.py, metadata.py), src/nanotron/models/llama.py,
+# src/nanotron/trainer.py (save_checkpoint).
+
+
+def slice_text(bounds: tuple[int, int] | None) -> str:
+    return "None,None,None" if bounds is None else f"{bounds[0]},{bounds[1]},None"
+
+
+def nanotron_shards(
+    parts: Sequence[Tensor], degree: int, dim: int, *, numpy_sizes: bool
+) -> list[tuple[Tensor, dict[str, str]]]:
+    """Return each rank's tensor and its metadata.
+
+    Args:
+        parts: chunks of `dim`, each of which is cut.
+        numpy_sizes: write sizes as numpy 2 does.
+    """
+    sizes = [part.shape[dim] for part in parts]
+    shape: list[Any] = list(parts[0].shape)
+    shape[dim] = sum(sizes)
+    texts = [f"np.int64({size})" if numpy_sizes and len(parts) > 1 else str(size) for size in shape]
+    shards = []
+    for rank in range(degree):
+        pairs = []
+        for number, size in enumerate(sizes):
+            before, length = sum(sizes[:number]), size // degree
+            local = (before // degree, before // degree + length)
+            whole = (before + rank * length, before + (rank + 1) * length)
+            sides = [
+                "|".join(slice_text(bounds if axis == dim else None) for axis in range(len(shape)))
+                for bounds in (None if len(parts) == 1 else local, whole)
+            ]
+            pairs.append("#".join(sides))
+        tensor = torch.cat([part.chunk(degree, dim)[rank] for part in parts], dim).contiguous()
+        metadata = {
+            "version": "1.5",
+            "local_global_slices_pairs": ";".join(pairs),
+            "unsharded_shape": f"({', '.join(texts)}{',' * (len(shape) == 1)})",
+        }
+        shards.append((tensor, metadata))
+    return shards
+
+
+def neighbours(tensor: Tensor, heads: int) -> Tensor:
+    """Return rows whose rotary halves become pairs, head by head."""
+    head = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
+    return head.transpose(1, 2).reshape(tensor.shape)
+
+
+def nanotron_config(config: PretrainedConfig, padded: int, *, interleaved: bool) -> dict[str, Any]:
+    """Return the fields of the trainer's LlamaConfig or Qwen2Config."""
+    is_llama = config.model_type == "llama"
+    return {
+        "is_llama_config" if is_llama else "is_qwen2_config": True,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "num_attention_heads": config.num_attention_heads,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_key_value_heads": config.num_key_value_heads,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_interleaved": interleaved,
+        "rope_scaling": None,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "vocab_size": padded,
+        "attention_bias": config.model_type == "qwen2",
+    }
+
+
+@dataclass
+class NanotronWriter:
+    """Writes the files of tensors.
+
+    Attributes:
+        stages: of the pipeline.
+        numpy_sizes: see `nanotron_shards`.
+    """
+
+    folder: Path
+    degree: int
+    stages: int
+    numpy_sizes: bool
+
+    def write(self, name: str, stage: int, parts: Sequence[Tensor], dim: int | None = 0) -> None:
+        """Write a tensor that is cut along `dim`, or is the same on all ranks."""
+        *path, own = name.split(".")
+        place = self.folder / Path(*path)
+        place.mkdir(parents=True, exist_ok=True)
+        if dim is None:
+            save_file({"data": parts[0].contiguous()}, place / f"model_{own}.safetensors")
+            return
+        shards = nanotron_shards(parts, self.degree, dim, numpy_sizes=self.numpy_sizes)
+        for rank, (tensor, metadata) in enumerate(shards):
+            text = f"pp-rank-{stage}-of-{self.stages}_tp-rank-{rank}-of-{self.degree}"
+            save_file({"data": tensor}, place / f"model_{own}_{text}.safetensors", metadata)
+
+
+def write_nanotron_layer(
+    writer: NanotronWriter, model: PreTrainedModel, number: int, *, interleaved: bool
+) -> None:
+    """Write a decoder layer."""
+    config, weights = model.config, model.state_dict()
+    heads = (config.num_attention_heads, config.num_key_value_heads)
+    layer = llama_layer(weights, number)
+    prefix = f"model.decoder.{number}.pp_block."
+    stage = number * writer.stages // config.num_hidden_layers
+    for part in ("weight", "bias"):
+        names = [f"model.layers.{number}.self_attn.{letter}_proj.{part}" for letter in "qkv"]
+        if names[0] not in weights:
+            continue
+        qkv = [weights[name] for name in names]
+        if interleaved:
+            qkv[0], qkv[1] = neighbours(qkv[0], heads[0]), neighbours(qkv[1], heads[1])
+        writer.write(f"{prefix}attn.qkv_proj.{part}", stage, qkv)
+    writer.write(f"{prefix}attn.o_proj.weight", stage, [layer["dense"]], 1)
+    writer.write(f"{prefix}mlp.gate_up_proj.weight", stage, [layer["gate"], layer["up"]])
+    writer.write(f"{prefix}mlp.down_proj.weight", stage, [layer["down"]], 1)
+    for name, norm in zip(("input", "post_attention"), layer["norms"], strict=True):
+        writer.write(f"{prefix}{name}_layernorm.weight", stage, [norm], None)
+
+
+def nanotron(
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    degree: int,
+    stages: int,
+    interleaved: bool,
+    padded: int,
+    numpy_sizes: bool = False,
+    fields: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a step; return the root of its run.
+
+    Args:
+        stages: of the pipeline, over which layers are spread.
+        interleaved: neighbouring features rotate together.
+        padded: rows of the vocabulary.
+        fields: further ones of the config.
+    """
+    config, weights = model.config, model.state_dict()
+    step = folder / "9"
+    writer = NanotronWriter(step / "model", degree, stages, numpy_sizes)
+    embedding = pad_rows(model.get_input_embeddings().weight.detach(), padded)
+    writer.write("model.token_position_embeddings.pp_block.token_embedding.weight", 0, [embedding])
+    for number in range(config.num_hidden_layers):
+        write_nanotron_layer(writer, model, number, interleaved=interleaved)
+    norm = weights["model.norm.weight"]
+    writer.write("model.final_layer_norm.pp_block.weight", stages - 1, [norm], None)
+    if not config.tie_word_embeddings:
+        head = pad_rows(model.get_output_embeddings().weight.detach(), padded)
+        writer.write("model.lm_head.pp_block.weight", stages - 1, [head])
+    recorded = nanotron_config(config, padded, interleaved=interleaved) | dict(fields or {})
+    (step / "model_config.json").write_text(json.dumps(recorded))
+    (step / "config.yaml").write_text("model:\n  init_method:\n    std: 0.025\n")
+    (step / "optimizer").mkdir()
+    (step / "optimizer" / "optimizer_pp-0-of-1_tp-0-of-1.pt").write_bytes(b"")
+    (folder / "latest.txt").write_text("9")
     return folder

@@ -200,3 +200,41 @@ def check_gpt_neox(
     assert checkpoint.trainer == "gpt-neox"
     result = import_checkpoint(checkpoint, tmp_path / "model")
     check_same(model, tmp_path / "model", result)
+
+
+def draw_nanotron(family: str, chance: random.Random) -> PretrainedConfig:
+    """Return a config of a family that nanotron trains."""
+    changes: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    if family == "smollm3":
+        changes |= {"num_hidden_layers": 6, "no_rope_layer_interval": 3}
+        changes["no_rope_layers"] = [1, 1, 0, 1, 1, 0]
+    fields = draw_llama(chance, **changes).to_dict()
+    foreign = ("head_dim", "attention_bias", "mlp_bias", "model_type", "pretraining_tp")
+    shared = {name: value for name, value in fields.items() if name not in foreign}
+    return AutoConfig.for_model(family, **shared)
+
+
+@pytest.mark.parametrize(
+    ("family", "degree", "interleaved"),
+    in_tiers(
+        [(f, t, i) for f in ("llama", "qwen2", "smollm3") for t in (1, 2) for i in (False, True)],
+        first=[("llama", 2, True)],
+    ),
+)
+def test_nanotron(tmp_path: Path, seed: int, family: str, degree: int, interleaved: bool) -> None:
+    chance = random.Random(seed)
+    model = draw_model(draw_nanotron(family, chance), chance)
+    written = checkpoint_layouts.nanotron(
+        model,
+        tmp_path / "run",
+        degree=degree,
+        stages=chance.choice((1, 2)),
+        interleaved=interleaved,
+        padded=64,
+        numpy_sizes=chance.random() < 0.5,
+        fields={"no_rope_layer": 3} if family == "smollm3" else None,
+    )
+    checkpoint = open_checkpoint(written, vocabulary=model.config.vocab_size)
+    assert (checkpoint.trainer, checkpoint.folder.name) == ("nanotron", "9")
+    result = import_checkpoint(checkpoint, tmp_path / "model")
+    check_same(model, tmp_path / "model", result)

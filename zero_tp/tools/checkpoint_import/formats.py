@@ -13,6 +13,7 @@ from zero_tp.tools.checkpoint_import import (
     gpt_neox,
     megatron,
     megatron_deepspeed,
+    nanotron,
     olmo_core,
     torchtitan,
 )
@@ -40,6 +41,7 @@ FORMATS: dict[str, Format] = {
         megatron_deepspeed.is_megatron_deepspeed, megatron_deepspeed.open_megatron_deepspeed
     ),
     "gpt-neox": Format(gpt_neox.is_gpt_neox, gpt_neox.open_gpt_neox),
+    "nanotron": Format(nanotron.is_nanotron, nanotron.open_nanotron),
     "olmo-core": Format(olmo_core.is_olmo_core, olmo_core.open_olmo_core),
     "torchtitan": Format(torchtitan.is_torchtitan, torchtitan.open_torchtitan),
 }

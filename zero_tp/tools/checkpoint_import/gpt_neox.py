@@ -29,8 +29,9 @@ from zero_tp.tools.checkpoint_import.source import (
     Checkpoint,
     SourceWeight,
     grouped,
-    selected,
+    in_order,
     swapped,
+    within,
 )
 from zero_tp.tools.checkpoint_import.stored_tensors import StoredTensor, join
 
@@ -171,10 +172,10 @@ def weights(spec: TransformerSpec, *, fused_gate: bool) -> Iterator[SourceWeight
 def _qkv(spec: TransformerSpec, part: str) -> Iterator[SourceWeight]:
     """Yield Q, K and V: head by head, or with fewer key heads one after the other."""
     names = (f"{LAYER}attention.query_key_value.{part}",)
-    fused = grouped(spec.heads, spec.heads, spec.head_size)
-    yield SourceWeight(f"{OUR_LAYER}attention.qkv.{part}", names, fused)
+    by_head = grouped(spec.heads, spec.heads, spec.head_size)
+    yield SourceWeight(f"{OUR_LAYER}attention.qkv.{part}", names, by_head)
     suffix = "_bias" if part == "bias" else ""
     sizes = [heads * spec.head_size for heads in (spec.heads, spec.kv_heads, spec.kv_heads)]
     for number, ours in enumerate(("query", "key", "value")):
-        rows = selected(sum(sizes[:number]), sizes[number], sum(sizes))
+        rows = within(in_order(), sum(sizes[:number]), sum(sizes))
         yield SourceWeight(f"{OUR_LAYER}attention.qkv.{ours}{suffix}", names, rows)

@@ -73,16 +73,31 @@ def swapped() -> Rows:
     return rows
 
 
-def selected(start: int, length: int, whole: int) -> Rows:
+def within(inner: Rows, start: int, whole: int) -> Rows:
     """Return the map of a part of one tensor, such as K of Q, K and V.
 
     Args:
+        inner: the map of the part alone.
+        start: its first row in the tensor.
         whole: rows of the tensor.
     """
 
     def rows(total: int) -> tuple[Spans, ...]:
-        assert total == length
-        return (Spans((Span(0, start, length),), total, whole),)
+        (part,) = inner(total)
+        moved = (Span(own, start + theirs, length) for own, theirs, length in part)
+        return (Spans(tuple(moved), total, whole),)
+
+    return rows
+
+
+def fused(*maps: Rows) -> Rows:
+    """Return the map of one tensor with equal parts one after the other, each with rows of its own
+    order.
+    """
+
+    def rows(total: int) -> tuple[Spans, ...]:
+        parts = (part(total // len(maps))[0] for part in maps)
+        return (Spans.concatenate(parts),)
 
     return rows
 
