@@ -94,7 +94,9 @@ OLMO: dict[str, dict[str, Any]] = {
     "olmo3": {
         "qk_norm": True,
         "block_name": "reordered_norm",
-        "sliding_window": {"pattern": [6, 6, -1], "force_full_attention_on_first_layer": False},
+        # Full attention in the first layer begins the pattern after it.
+        "sliding_window": {"pattern": [6, 6, -1], "force_full_attention_on_last_layer": False},
+        "n_layers": 5,
     },
 }
 

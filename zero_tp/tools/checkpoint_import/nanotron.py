@@ -233,8 +233,8 @@ def _whole(folder: Path, files: list[SafetensorsFile]) -> StoredTensor:
             f"{folder}: no tensor of nanotron ({type(error).__name__}: {error}); copy the "
             "checkpoint again"
         ) from error
-    held = sum(math.prod(_length(spans) for spans in piece.spans) for piece in pieces)
-    if held != math.prod(shape):
+    stored_size = sum(math.prod(_length(spans) for spans in piece.spans) for piece in pieces)
+    if stored_size != math.prod(shape):
         raise UserError(f"{folder}: its files are not the whole of {shape}; copy them again")
     return JoinedTensor(shape, files[0].tensors["data"].dtype, tuple(pieces))
 

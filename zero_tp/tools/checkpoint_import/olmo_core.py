@@ -105,7 +105,7 @@ def _check_block(
     model: Mapping[str, Any], spec: TransformerSpec, config: PretrainedConfig, path: Path
 ) -> None:
     """Refuse norms at other places, whose names and shapes are the same."""
-    name = _at(model, "block.name")
+    name = _nested(model, "block.name")
     if name in BLOCKS and BLOCKS[name] != spec.layer:
         raise UserError(
             f"{path}: block.name {shown(name)} has its norms at other places than "
@@ -113,7 +113,7 @@ def _check_block(
         )
 
 
-def _at(fields: Any, name: str) -> Any:
+def _nested(fields: Any, name: str) -> Any:
     """Return the field of nested objects that dots name; None if it is missing."""
     for part in name.split("."):
         fields = fields.get(part) if isinstance(fields, dict) else None
@@ -131,10 +131,10 @@ class _Model:
         """Return a field; None if it is missing. Older releases call `sequence_mixer`
         `attention`.
         """
-        value = _at(self.recorded, f"model.{name}")
+        value = _nested(self.recorded, f"model.{name}")
         if value is None and "block.attention" in name:
             new = name.replace("block.attention", "block.sequence_mixer")
-            value = _at(self.recorded, f"model.{new}")
+            value = _nested(self.recorded, f"model.{new}")
         return value
 
     def __getitem__(self, name: str) -> Any:
@@ -173,8 +173,8 @@ def config_of(recorded: Mapping[str, Any], vocabulary: int | None, path: Path) -
         model.require(f"block.{name}", values)
     model.require("lm_head.bias", (False,))
     heads = model["block.attention.n_heads"]
-    length = _at(recorded, "train_module.max_sequence_length")
-    length = length or _at(recorded, "dataset.sequence_length")
+    length = _nested(recorded, "train_module.max_sequence_length")
+    length = length or _nested(recorded, "dataset.sequence_length")
     if length is None:
         raise UserError(
             f"{path}: has no train_module.max_sequence_length; give a config.json of the model "

@@ -222,7 +222,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
 
 
-ROWS_AT_ONCE = 8192
+BLOCK_ROWS = 8192
 
 
 def without_tied_head(
@@ -239,8 +239,8 @@ def without_tied_head(
     first, second = tensors[embedding], tensors[head]
     total = first.shape[0]
     same = first.shape == second.shape
-    for start in range(0, total if same else 0, ROWS_AT_ONCE):
-        rows = slice(start, min(start + ROWS_AT_ONCE, total))
+    for start in range(0, total if same else 0, BLOCK_ROWS):
+        rows = slice(start, min(start + BLOCK_ROWS, total))
         same = same and torch.equal(rows_of(first, rows), rows_of(second, rows))
     if not same:
         raise UserError(
