@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from zero_tp.base.errors import UserError
 from zero_tp.tools.checkpoint_import import (
+    deepspeed,
     gpt_neox,
     megatron,
     megatron_deepspeed,
@@ -44,6 +45,8 @@ FORMATS: dict[str, Format] = {
     "nanotron": Format(nanotron.is_nanotron, nanotron.open_nanotron),
     "olmo-core": Format(olmo_core.is_olmo_core, olmo_core.open_olmo_core),
     "torchtitan": Format(torchtitan.is_torchtitan, torchtitan.open_torchtitan),
+    "universal": Format(deepspeed.is_universal, deepspeed.open_universal),
+    "deepspeed": Format(deepspeed.is_deepspeed, deepspeed.open_deepspeed),
 }
 """`--format` → its reader, the most particular first."""
 

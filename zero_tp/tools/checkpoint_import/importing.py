@@ -38,6 +38,8 @@ class ImportResult:
 
 def stored_dtype(reader: ParameterReader) -> torch.dtype:
     """Return the dtype in which a checkpoint stores its largest tensor, the embedding or an MLP."""
+    if reader.checkpoint.dtype is not None:
+        return reader.checkpoint.dtype
     tensors = reader.checkpoint.tensors
     largest = max(reader.used, key=lambda name: (math.prod(tensors[name].shape), name))
     return tensors[largest].dtype

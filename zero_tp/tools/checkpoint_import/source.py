@@ -17,7 +17,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.model.architectures import Weight, weights_of
 from zero_tp.model.weights.load import native_model, stored_shapes
 from zero_tp.parallel.spans import Span, Spans
-from zero_tp.tools.checkpoint_import.stored_tensors import StoredTensor, rows_of
+from zero_tp.tools.checkpoint_import.stored_tensors import StoredTensor, read_whole, rows_of
 
 OUR_LAYER = "transformer.layers.{layer}."
 
@@ -153,6 +153,8 @@ class SourceWeight:
             are one expert's.
         layers: numbers of the layers that have it; None: all.
         experts: number of matrices that our parameter stacks.
+        native: the architecture's own weight, if the source has the names and forms of
+            transformers' class.
     """
 
     our_name: str
@@ -160,6 +162,7 @@ class SourceWeight:
     rows: Rows | None = None
     layers: tuple[int, ...] | None = None
     experts: int | None = None
+    native: Weight | None = None
 
     def in_layer(self, layer: int) -> SourceWeight:
         names = tuple(name.replace("{layer}", str(layer)) for name in self.names)
@@ -184,12 +187,16 @@ class SourceWeight:
                         slice(start, start + span.length),
                     )
 
-    def sizes(self, rows: int) -> dict[str, int]:
-        """Return the rows that each tensor of the source must have."""
-        size = rows // (self.experts or 1)
+    def shapes(self, whole: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Return the shape that each tensor of the source must have, given our parameter's."""
+        if self.native is not None:
+            return self.native.shapes(whole)
+        stacked = bool(self.experts)
+        size = whole[1] if stacked else whole[0] if whole else 1
+        columns = whole[2:] if stacked else whole[1:]
         maps = (self.rows or in_order(len(self.names)))(size)
         return {
-            name.replace("{expert}", str(expert)): spans.local_length
+            name.replace("{expert}", str(expert)): (spans.local_length, *columns)
             for expert in range(self.experts or 1)
             for name, spans in zip(self.names, maps, strict=True)
         }
@@ -209,6 +216,7 @@ class Checkpoint:
         left_out: descriptions of what the folder holds and the model lacks.
         ignorable: patterns of names that are no weights.
         notes: lines for the user.
+        dtype: of the weights; None: that of the largest tensor.
     """
 
     trainer: str
@@ -220,6 +228,7 @@ class Checkpoint:
     left_out: tuple[str, ...] = ()
     ignorable: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
 
 
 BLOCK_ROWS = 8192
@@ -327,11 +336,7 @@ class ParameterReader:
                 f"{source.folder}: a {source.config.model_type} has {name}, which "
                 f"{source.trainer} has no tensor for; give the config.json of another family"
             )
-        weight = self._weights[name]
-        stacked = bool(weight.experts)
-        rows = shape[0] * shape[1] if stacked else shape[0] if shape else 1
-        columns = shape[2:] if stacked else shape[1:]
-        for stored_name, size in weight.sizes(rows).items():
+        for stored_name, expected in self._weights[name].shapes(shape).items():
             tensor = source.tensors.get(stored_name)
             if tensor is None:
                 raise UserError(
@@ -339,9 +344,8 @@ class ParameterReader:
                     f"{source.config.model_type} of this config has; give the --config that the "
                     "model was trained with"
                 )
-            expected = (size, *columns)
-            cut = stored_name in source.padded and tensor.shape[:1] >= (size,)
-            if (tensor.shape[1:] if cut else tensor.shape) != (columns if cut else expected):
+            cut = stored_name in source.padded and tensor.shape[:1] >= expected[:1]
+            if tensor.shape[1 if cut else 0 :] != expected[1 if cut else 0 :]:
                 raise UserError(
                     f"{source.folder}: tensor {stored_name}: expected shape {expected}, found "
                     f"{tuple(tensor.shape)}; give the --config that the model was trained with"
@@ -358,6 +362,9 @@ class ParameterReader:
         shape = self.shapes[name]
         weight = self._weights[name]
         tensors = self.checkpoint.tensors
+        if weight.native is not None:
+            native = {name: read_whole(tensors[name]) for name in weight.native.names}
+            return weight.native.from_hf(native)
         rows = shape[0] * shape[1] if weight.experts else shape[0]
         columns = shape[2:] if weight.experts else shape[1:]
         whole: Tensor | None = None

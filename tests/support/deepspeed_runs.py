@@ -1,0 +1,188 @@
+"""Plain DeepSpeed runs of transformers' models on the ranks of a pool, whose checkpoints are read
+and written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+BETAS, EPS = (0.85, 0.97), 1e-7
+LEARNING_RATE, DECAY = 4e-3, 0.125
+
+
+@dataclass(frozen=True)
+class PlainRun:
+    """How DeepSpeed trains a model.
+
+    Attributes:
+        config: Hugging Face's, as a dict with its model_type.
+        frozen: ends of names that are not trained.
+        grouped: vectors are a group of their own, without decay.
+        wrapped: the model is in a module of the client's.
+        inner: the base class, which has no head.
+        settings: more of DeepSpeed's config.
+    """
+
+    config: dict[str, Any]
+    stage: int = 1
+    dtype: str = "fp32"
+    seed: int = 0
+    frozen: tuple[str, ...] = ()
+    grouped: bool = False
+    wrapped: bool = False
+    accumulation: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def deepspeed_config(self, replicas: int, batch: int) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "train_batch_size": batch,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": 1.0,
+            "optimizer": {
+                "type": "AdamW",
+                "params": {
+                    "lr": LEARNING_RATE,
+                    "betas": BETAS,
+                    "eps": EPS,
+                    "weight_decay": DECAY,
+                    "torch_adam": True,
+                },
+            },
+            "zero_optimization": {"stage": self.stage},
+        }
+        if self.dtype != "fp32":
+            config[self.dtype] = {"enabled": True}
+        return config | self.settings
+
+
+class Wrapped(nn.Module):
+    """A client's own module around a model."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.net = model
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.net(tokens)
+
+
+def hf_config(fields: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    values = dict(fields)
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def build(run: PlainRun, batch: int, **changes: Any) -> Any:
+    """DeepSpeed's engine around the model. Collective."""
+    import deepspeed
+    import torch.distributed as dist
+
+    from tests.support.native import native_model, perturbed
+
+    torch.manual_seed(run.seed)
+    model: Any = perturbed(native_model(hf_config(run.config)), 0.02)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.endswith(run.frozen) if run.frozen else True)
+    if run.wrapped:
+        model = Wrapped(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: Any = trained
+    if run.grouped:
+        # The vectors first, so that the order of groups is not that of the model.
+        groups = [
+            {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+            {"params": [p for p in trained if p.dim() > 1], "weight_decay": DECAY},
+        ]
+    config = run.deepspeed_config(dist.get_world_size(), batch) | changes
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    return engine
+
+
+def loss_of(engine: Any, rows: Tensor) -> Tensor:
+    logits = engine(rows[:, :-1]).logits.float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+
+
+def train(engine: Any, steps: Sequence[Tensor]) -> list[float]:
+    """The mean loss of each global batch [batch, length + 1], of all ranks."""
+    import torch.distributed as dist
+
+    losses = []
+    for rows in steps:
+        own = rows.chunk(dist.get_world_size())[dist.get_rank()]
+        total = torch.zeros(())
+        for micro in own.chunk(engine.gradient_accumulation_steps()):
+            loss = loss_of(engine, micro)
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach() / engine.gradient_accumulation_steps()
+        dist.all_reduce(total)
+        losses.append(float(total) / dist.get_world_size())
+    return losses
+
+
+def rows_of(run: PlainRun, seed: int, steps: int, batch: int, length: int = 9) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    size = (batch, length + 1)
+    return [
+        torch.randint(0, run.config["vocab_size"], size, generator=generator) for _ in range(steps)
+    ]
+
+
+def train_and_save(
+    run: PlainRun, folder: str, steps: Sequence[Tensor], client: dict[str, Any] | None = None
+) -> list[float]:
+    """Train on the batches and save; the losses."""
+    engine = build(run, len(steps[0]))
+    losses = train(engine, steps)
+    engine.save_checkpoint(folder, client_state=client or {})
+    return losses
+
+
+def states_of(engine: Any) -> dict[str, dict[str, Tensor]]:
+    """Name → whole master and moments of the parameters that are trained. Collective."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    states = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            states[name] = {"master": safe_get_full_fp32_param(parameter).clone()}
+            for kind in ("exp_avg", "exp_avg_sq"):
+                states[name][kind] = safe_get_full_optimizer_state(parameter, kind).clone()
+    return states
+
+
+def load_and_train(
+    run: PlainRun, folder: str, steps: Sequence[Tensor], tag: str | None = None, **changes: Any
+) -> dict[str, Any]:
+    """Load a checkpoint; its states, the losses of more steps, and the states after them."""
+    engine = build(run, len(steps[0]), **changes)
+    path, _ = engine.load_checkpoint(folder, tag=tag)
+    assert path is not None
+    before = states_of(engine)
+    losses = train(engine, steps)
+    return {"before": before, "losses": losses, "after": states_of(engine)}
+
+
+def write_hf_config(run: PlainRun, folder: Path) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(hf_config(run.config).to_dict()))
+    return path
+
+
+def reference_weights(folder: Path) -> dict[str, Tensor]:
+    """What DeepSpeed's own `zero_to_fp32` reads."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    return dict(get_fp32_state_dict_from_zero_checkpoint(str(folder)))
+
+
+Write = Callable[[PlainRun, Path], None]
