@@ -30,7 +30,9 @@ FORMAT_NAMES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="to-hf|average")
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="to-hf|average|to-run|to-universal"
+    )
     to_hf = actions.add_parser("to-hf", help="write a Hugging Face model directory")
     to_hf.add_argument(
         "--ema",
@@ -58,6 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_export_arguments(average)
     average.add_argument("source", type=Path, metavar="RUN", help="the run's directory")
+    to_run = actions.add_parser(
+        "to-run", help="write a run that pretrain continues, from another trainer's checkpoint"
+    )
+    to_run.add_argument(
+        "--output", type=Path, required=True, metavar="RUN", help="the run; must not exist yet"
+    )
+    _add_source_arguments(to_run)
+    to_run.add_argument("source", type=Path, metavar="SOURCE", help="the other trainer's folder")
     inspect.add_arguments(actions.add_parser("inspect"))  # is refused: earlier versions had it
 
 
@@ -100,6 +110,18 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_import_arguments(parser: argparse.ArgumentParser) -> None:
+    group = _add_source_arguments(parser)
+    group.add_argument(
+        "--verify-text",
+        type=Path,
+        metavar="FILE",
+        help="the text on which the result must be better than a guess (default: a shipped page)",
+    )
+    group.add_argument("--verify-ids", type=Path, metavar="FILE", help="the same, as tokens' ids")
+    group.add_argument("--no-verify", action="store_true", help="do not score the result")
+
+
+def _add_source_arguments(parser: argparse.ArgumentParser) -> Any:
     group = parser.add_argument_group("checkpoints of other trainers")
     group.add_argument(
         "--format", metavar="NAME", help=f"{', '.join(FORMAT_NAMES)} (default: what the files tell)"
@@ -118,14 +140,7 @@ def _add_import_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="tensors that the model lacks, such as 'rope.*'; may be repeated",
     )
-    group.add_argument(
-        "--verify-text",
-        type=Path,
-        metavar="FILE",
-        help="the text on which the result must be better than a guess (default: a shipped page)",
-    )
-    group.add_argument("--verify-ids", type=Path, metavar="FILE", help="the same, as tokens' ids")
-    group.add_argument("--no-verify", action="store_true", help="do not score the result")
+    return group
 
 
 def import_other(options: argparse.Namespace) -> None:
@@ -137,6 +152,18 @@ def import_other(options: argparse.Namespace) -> None:
     show(*convert(options))
     if options.push:
         show(f"uploaded to {push(options.output, options.push)}")
+
+
+def import_run(options: argparse.Namespace) -> None:
+    """Write a run from the checkpoint of another trainer."""
+    if is_own(options.source):
+        raise UserError(
+            f"{options.source}: no checkpoint of another trainer; start from a run of zero_tp with "
+            "pretrain --from"
+        )
+    from zero_tp.tools.checkpoint_import.to_run import convert_to_run
+
+    show(*convert_to_run(options))
 
 
 def is_own(source: Path) -> bool:
@@ -219,7 +246,9 @@ def main(options: argparse.Namespace) -> None:
         raise UserError(
             f"inspect: convert does not describe checkpoints; run zero-tp inspect {source}"
         )
-    if options.action == "to-hf" and not is_own(options.source):
+    if options.action == "to-run":
+        import_run(options)
+    elif options.action == "to-hf" and not is_own(options.source):
         import_other(options)
     else:
         export(options)

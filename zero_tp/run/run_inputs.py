@@ -38,6 +38,7 @@ from zero_tp.model.architectures.configs import check_unchanged, fields_of
 from zero_tp.model.weights.load import PretrainedSource
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint.directory import complete_steps
+from zero_tp.run.checkpoint.imported import check_imported
 from zero_tp.run.checkpoint.manifest import Manifest, content_hash
 from zero_tp.run.config import RunConfig
 from zero_tp.run.config.stages import stage_model
@@ -281,6 +282,9 @@ class RunInputs:
         Raises:
             UserError: a corpus, the tokenizer or the model has changed since the run was started.
         """
+        if manifest.imported is not None:
+            check_imported(checkpoint, manifest, self.config, self.model_config)
+            return
         if self.config.pretrained is not None:
             index = self.config.timeline.stage_of(max(1, manifest.step))
             rope = self.config.stages[index].rope

@@ -24,6 +24,7 @@ from zero_tp.base.settings.removed import drop_removed_keys
 from zero_tp.base.validation import ConfigModel, Count, Positive, validate
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.parallel.topology import describe_grid
+from zero_tp.run.checkpoint.imported import Imported
 from zero_tp.run.config.stages import fixed_stages
 
 if TYPE_CHECKING:
@@ -157,6 +158,7 @@ class Manifest(ConfigModel):
         config: the resolved config that the run was started with.
         stage, tokens: the name of the last step's stage, and the tokens that the run has consumed;
             None if all steps have the same batch.
+        imported: the checkpoint of another trainer that this one was converted from (imported.py).
         sha256: of the manifest's content (see `content_hash`).
     """
 
@@ -185,6 +187,7 @@ class Manifest(ConfigModel):
     stage: str | None = None
     tokens: Count | None = None
     expert: Positive = 1
+    imported: Imported | None = None
     files: dict[str, ManifestFile]
     sha256: Digest
 
@@ -193,6 +196,8 @@ class Manifest(ConfigModel):
         """Return the tokens that the run has consumed, without its parents'."""
         if self.tokens is not None:
             return self.tokens
+        if self.imported is not None:
+            return 0  # which the other trainer does not record
         samples = self.step * int(self.fixed["train_batch_size"])
         return samples * int(self.fixed["zero_tp.data.sequence_length"])
 
@@ -388,6 +393,8 @@ def check_same_run(checkpoint: Path, manifest: Manifest, config: RunConfig) -> N
     Corpora may have moved; `RunInputs.check_resumed` compares their content.
     """
     check_states(checkpoint, manifest, config)
+    if manifest.imported is not None:
+        return  # `check_imported` compares what another trainer records
     check_saved_by_run(checkpoint, manifest)
     # Corpora may have moved: only their number, order and weights are compared.
     trained = config.trained_corpora(manifest.step)
@@ -446,10 +453,15 @@ def _fixed_before(manifest: Manifest, now: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_saved_by_run(checkpoint: Path, manifest: Manifest) -> None:
-    """Refuse a checkpoint of a Trainer.
+    """Refuse a checkpoint of a Trainer, or of another trainer.
 
     Its manifest lacks the optimizer and the batch size, which a run compares.
     """
+    if manifest.imported is not None:
+        raise UserError(
+            f"{checkpoint}: converted from {manifest.imported.trainer}, and no run has continued "
+            "it yet; give its run as --output-dir"
+        )
     if "optimizer" not in manifest.fixed:
         raise UserError(
             f"{checkpoint}: saved by a Trainer, without optimizer and batch in its manifest; "

@@ -57,7 +57,7 @@ def check_parent(
     """
     check_states(parent.path, parent.manifest, config)
     notes = _check_tokenizer(parent.path, parent.manifest, fingerprint)
-    _check_model(parent.path, parent.manifest, model)
+    check_model(parent.path, parent.manifest, model, "--from allows")
     check_saved_by_run(parent.path, parent.manifest)
     return notes
 
@@ -85,17 +85,28 @@ def _check_tokenizer(
     return ()
 
 
-def _check_model(checkpoint: Path, manifest: Manifest, model: PretrainedConfig) -> None:
-    """Check that the fields that differ do not change what a weight means."""
+def check_model(
+    checkpoint: Path,
+    manifest: Manifest,
+    model: PretrainedConfig,
+    allows: str,
+    *,
+    has_rope: bool = True,
+) -> None:
+    """Check that the fields that differ do not change what a weight means.
+
+    Args:
+        allows: begins the remedy.
+        has_rope: rope and windows may differ, too.
+    """
     saved = manifest.model
     fields = fields_of(model.model_type)
-    rotary = "rope_parameters" in fields.names()
+    rotary = has_rope and "rope_parameters" in fields.names()
     may_differ = {
         *fields.dropouts,
         *fields.irrelevant,
         *TOKEN_IDS,
-        *ROPE,
-        *WINDOWS,
+        *((*ROPE, *WINDOWS) if has_rope else ()),
         "initializer_range",
     }
     # With learned positions this number is the number of rows of a weight.
@@ -113,7 +124,7 @@ def _check_model(checkpoint: Path, manifest: Manifest, model: PretrainedConfig) 
             ]
             problem = f"{shown(value)}, but the model of {checkpoint} has {shown(before)}"
             raise ConfigError(
-                f"{MODEL_KEY}.{name}", problem, f"--from allows changes of {', '.join(allowed)}"
+                f"{MODEL_KEY}.{name}", problem, f"{allows} changes of {', '.join(allowed)}"
             )
 
 

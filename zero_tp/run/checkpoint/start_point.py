@@ -37,6 +37,7 @@ from zero_tp.parallel.parameter import Zeros
 from zero_tp.run.checkpoint import directory
 from zero_tp.run.checkpoint.directory import Damaged
 from zero_tp.run.checkpoint.find import Check, RunCheckpoint, find_checkpoint, find_on_all_ranks
+from zero_tp.run.checkpoint.imported import describe_imported
 from zero_tp.run.checkpoint.manifest import (
     Manifest,
     Parallelism,
@@ -161,6 +162,8 @@ class Resume:
     def describe(self, inputs: RunInputs) -> list[str]:
         manifest = self.checkpoint.manifest
         config = inputs.config
+        if manifest.imported is not None:
+            return describe_imported(manifest, config.global_batch)
         before = Parallelism.from_manifest(manifest)
         now = Parallelism.of(config)
         moved = "" if before == now else f" saved at {before} → {now}"
@@ -370,7 +373,8 @@ def _restore_streams(zero: ZeroEngine, checkpoint: Path, manifest: Manifest, see
     # SP without TP splits nothing, so it draws the same numbers.
     split_sequence = manifest.sequence and manifest.tensor > 1
     before = (manifest.tensor, manifest.data, split_sequence)
-    if before == (topology.tensor, topology.data, topology.sequence):
+    is_same_grid = before == (topology.tensor, topology.data, topology.sequence)
+    if is_same_grid and manifest.imported is None:  # which has no streams
         name = states_file(topology.tensor_rank, topology.data_rank)
         with safe_open(checkpoint / name, framework="pt") as file:
             states = {key: file.get_tensor(f"{RANDOM}/{key}") for key in streams.state_dict()}

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from zero_tp.base.errors import UserError
+from zero_tp.model.architectures import aliases_of
 from zero_tp.model.architectures.configs import CONFIG
 from zero_tp.model.weights.load import open_config
 from zero_tp.tools.checkpoint_import.deepspeed_states import (
@@ -18,13 +19,21 @@ from zero_tp.tools.checkpoint_import.deepspeed_states import (
     TrainingState,
     open_states,
 )
-from zero_tp.tools.checkpoint_import.deepspeed_universal import is_universal, open_universal_states
+from zero_tp.tools.checkpoint_import.deepspeed_universal import (
+    MOMENTS,
+    is_universal,
+    open_universal_states,
+)
 from zero_tp.tools.checkpoint_import.native_names import (
+    common_prefix,
     native_tensors,
     native_weights,
     obsolete_buffers,
 )
-from zero_tp.tools.checkpoint_import.source import Checkpoint
+from zero_tp.tools.checkpoint_import.source import Checkpoint, SourceStates
+
+ONE_STEP_AHEAD = ("LRRangeTest", "OneCycle")
+"""Schedules of DeepSpeed whose rate at an iteration is that of the next one."""
 
 
 def is_deepspeed(folder: Path) -> bool:
@@ -58,7 +67,10 @@ def checkpoint_of(
 ) -> Checkpoint:
     """Return a checkpoint with the masters, and the frozen parameters and buffers beside them."""
     config = find_config(folder, states.saved) if config is None else config
-    tensors = native_tensors({**states.others, **states.masters}, states.shared, config, folder)
+    named = {**states.others, **states.masters}
+    tensors = native_tensors(named, states.shared, config, folder)
+    prefix = common_prefix(named, config)
+    problem = states.problem or _states_problem(states)
     extra = sorted(
         name for name, value in states.saved["module"].items() if name.endswith("_extra_state")
     )
@@ -76,7 +88,97 @@ def checkpoint_of(
         ignorable=obsolete_buffers(config),
         notes=states.notes,
         dtype=torch.float32 if states.stage else None,
+        states=None if problem else _states(states, prefix, config, folder),
+        states_problem=problem,
     )
+
+
+def _states_problem(states: TrainingState) -> str:
+    """Return why the optimizer's states are no plain Adam's; "" if they are."""
+    kinds = ", ".join(states.moments) or "none"
+    if tuple(states.moments) != MOMENTS:
+        return f"only exp_avg and exp_avg_sq of Adam are kept, and the states are {kinds}"
+    settings = [group.settings for group in states.groups]
+    if not all({"betas", "eps", "weight_decay", "lr"} <= group.keys() for group in settings):
+        return "the optimizer's groups lack betas, eps, weight_decay or lr"
+    if any(
+        (group["betas"], group["eps"]) != (settings[0]["betas"], settings[0]["eps"])
+        for group in settings
+    ):
+        return "the optimizer's groups have different betas or eps"
+    if not all(group.get("bias_correction", True) for group in settings):
+        return "the optimizer has no bias correction"
+    return "" if states.steps is not None else "the optimizer has no count of updates"
+
+
+def _states(
+    states: TrainingState, prefix: str, config: PretrainedConfig, folder: Path
+) -> SourceStates:
+    """Return Adam's states under the names of transformers' class."""
+    saved = states.saved
+    buffers = {*(saved.get("buffer_names") or ())}
+    counters = {
+        "global_steps": int(saved["global_steps"]),
+        "global_samples": int(saved.get("global_samples") or 0),
+        "skipped_steps": int(saved.get("skipped_steps") or 0),
+    }
+    assert states.steps is not None
+    # A tied weight may have been trained under the name of the alias.
+    usual = {first: second for second, first in states.shared.items()}
+    aliases = {*map(prefix.__add__, aliases_of(config))}
+    return SourceStates(
+        moments={
+            kind: native_tensors(tensors, states.shared, config, folder)
+            for kind, tensors in states.moments.items()
+        },
+        groups=[
+            (
+                group.settings,
+                [
+                    (usual.get(name, name) if name in aliases else name).removeprefix(prefix)
+                    for name in group.names
+                ],
+            )
+            for group in states.groups
+        ],
+        frozen=tuple(name.removeprefix(prefix) for name in states.others if name not in buffers),
+        decoupled=_is_decoupled(states),
+        steps=states.steps,
+        counters=counters,
+        loss_scale=states.loss_scale,
+        schedule_start=_schedule_start(saved, counters),
+        zero_stage=states.stage,
+        dtype=states.dtype,
+    )
+
+
+def _is_decoupled(states: TrainingState) -> bool | None:
+    """Return whether the optimizer is AdamW; None if neither its groups nor the config tell."""
+    optimizer = (states.saved.get("ds_config") or {}).get("optimizer") or {}
+    kind = str(optimizer.get("type", "")).lower()
+    if kind in ("adam", "adamw"):
+        return kind == "adamw" or bool((optimizer.get("params") or {}).get("adam_w_mode", True))
+    decoupled = states.groups[0].settings.get("decoupled_weight_decay")
+    return None if decoupled is None else bool(decoupled)
+
+
+def _schedule_start(saved: Mapping[str, Any], counters: Mapping[str, int]) -> int | None:
+    """Return the number of updates before step 1 of a run's schedule that continues this one.
+
+    The next rate of a warm-up after 10 updates, by iterations of DeepSpeed's schedule and here:
+
+        DeepSpeed    iteration 9 of -1, 0, 1, …
+        here         step 9 of 1, 2, …, so the schedule starts after 2 updates
+    """
+    schedule = saved.get("lr_scheduler")
+    if not isinstance(schedule, dict):
+        return None
+    updates = counters["global_steps"] - counters["skipped_steps"]
+    if "last_batch_iteration" not in schedule:
+        return updates + 1 - int(schedule["last_epoch"]) if "last_epoch" in schedule else None
+    block = (saved.get("ds_config") or {}).get("scheduler") or {}
+    ahead = block.get("type") in ONE_STEP_AHEAD
+    return updates + 1 - int(schedule["last_batch_iteration"]) - ahead
 
 
 def find_config(folder: Path, saved: Mapping[str, Any]) -> PretrainedConfig:

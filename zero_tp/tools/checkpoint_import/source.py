@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -203,6 +204,33 @@ class SourceWeight:
 
 
 @dataclass(frozen=True)
+class SourceStates:
+    """The states of a source's Adam, under the names of its weights.
+
+    Attributes:
+        moments: kind → name → tensor, of the shapes of the weights.
+        groups: (settings, names) of each group of the optimizer.
+        frozen: names of parameters that were not trained.
+        decoupled: AdamW's decay; None: the source does not tell.
+        steps: the count of updates.
+        counters, loss_scale: as in `ZeroEngine.progress`.
+        schedule_start: see there; None: no schedule was saved.
+        zero_stage, dtype: of the run.
+    """
+
+    moments: Mapping[str, Mapping[str, StoredTensor]]
+    groups: Sequence[tuple[Mapping[str, Any], Sequence[str]]]
+    frozen: tuple[str, ...]
+    decoupled: bool | None
+    steps: int
+    counters: Mapping[str, int]
+    loss_scale: Mapping[str, Any]
+    schedule_start: int | None
+    zero_stage: int
+    dtype: str
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint of another trainer.
 
@@ -217,6 +245,7 @@ class Checkpoint:
         ignorable: patterns of names that are no weights.
         notes: lines for the user.
         dtype: of the weights; None: that of the largest tensor.
+        states: of the optimizer. None: they are not read, because of `states_problem`.
     """
 
     trainer: str
@@ -229,6 +258,8 @@ class Checkpoint:
     ignorable: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
+    states: SourceStates | None = None
+    states_problem: str = "states of this trainer are not read"
 
 
 BLOCK_ROWS = 8192
