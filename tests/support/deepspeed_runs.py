@@ -139,12 +139,12 @@ def rows_of(run: PlainRun, seed: int, steps: int, batch: int, length: int = 9) -
 
 def train_and_save(
     run: PlainRun, folder: str, steps: Sequence[Tensor], client: dict[str, Any] | None = None
-) -> list[float]:
-    """Train on the batches and save; the losses."""
+) -> dict[str, dict[str, Tensor]]:
+    """Train on the batches and save; the states."""
     engine = build(run, len(steps[0]))
-    losses = train(engine, steps)
+    train(engine, steps)
     engine.save_checkpoint(folder, client_state=client or {})
-    return losses
+    return states_of(engine)
 
 
 def states_of(engine: Any) -> dict[str, dict[str, Tensor]]:
@@ -163,13 +163,15 @@ def states_of(engine: Any) -> dict[str, dict[str, Tensor]]:
 def load_and_train(
     run: PlainRun, folder: str, steps: Sequence[Tensor], tag: str | None = None, **changes: Any
 ) -> dict[str, Any]:
-    """Load a checkpoint; its states, the losses of more steps, and the states after them."""
+    """Load a checkpoint and train; the losses and rates of the steps, and the states after them."""
     engine = build(run, len(steps[0]), **changes)
     path, _ = engine.load_checkpoint(folder, tag=tag)
     assert path is not None
-    before = states_of(engine)
-    losses = train(engine, steps)
-    return {"before": before, "losses": losses, "after": states_of(engine)}
+    losses, rates = [], []
+    for rows in steps:
+        rates.append(float(engine.optimizer.param_groups[0]["lr"]))
+        losses += train(engine, [rows])
+    return {"losses": losses, "rates": rates, "after": states_of(engine)}
 
 
 def write_hf_config(run: PlainRun, folder: Path) -> Path:

@@ -68,6 +68,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_source_arguments(to_run)
     to_run.add_argument("source", type=Path, metavar="SOURCE", help="the other trainer's folder")
+    to_universal = actions.add_parser(
+        "to-universal", help="write a checkpoint that DeepSpeed loads with load_universal"
+    )
+    to_universal.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="where to write; must be empty"
+    )
+    inspect.add_source(to_universal)
     inspect.add_arguments(actions.add_parser("inspect"))  # is refused: earlier versions had it
 
 
@@ -166,6 +173,16 @@ def import_run(options: argparse.Namespace) -> None:
     show(*convert_to_run(options))
 
 
+def export_universal(options: argparse.Namespace) -> None:
+    """Write a run's checkpoint for DeepSpeed."""
+    from zero_tp.run.checkpoint.find import find_checkpoint
+
+    find_checkpoint(options.source)  # report a wrong path before torch is imported
+    from zero_tp.tools.checkpoint_import.to_universal import convert_to_universal
+
+    show(*convert_to_universal(options.source, options.output))
+
+
 def is_own(source: Path) -> bool:
     """Return whether this is a run or a checkpoint of zero_tp, or nothing at all."""
     own = ("manifest.json", "checkpoints", "run.json")
@@ -248,6 +265,8 @@ def main(options: argparse.Namespace) -> None:
         )
     if options.action == "to-run":
         import_run(options)
+    elif options.action == "to-universal":
+        export_universal(options)
     elif options.action == "to-hf" and not is_own(options.source):
         import_other(options)
     else:

@@ -168,8 +168,8 @@ def test_without_zero(ranks: Pools, tmp_path: Path, seed: int, dtype: str) -> No
 
 
 def universal(source: Path, output: Path) -> Path:
-    """Convert with DeepSpeed's own tool."""
-    words = ["--input_folder", source / STEP, "--output_folder", output, "--inject_missing_state"]
+    """Convert the folder of a step with DeepSpeed's own tool."""
+    words = ["--input_folder", source, "--output_folder", output, "--inject_missing_state"]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"),
@@ -190,7 +190,7 @@ def test_universal_folders(ranks: Pools, tmp_path: Path, seed: int, stage: int) 
     marks = chance.choice([("frozen", "grouped"), ("tied",), ("wrapped", "frozen")])
     run = case(stage, "bf16", marks, chance)
     source = saved(ranks, run, tmp_path / "source", chance)
-    folder = universal(source, source / "global_step2_universal")
+    folder = universal(source / STEP, source / "global_step2_universal")
     expected = exported(source / STEP, tmp_path / "own")
     checkpoint = open_checkpoint(folder)
     assert checkpoint.trainer == "universal"

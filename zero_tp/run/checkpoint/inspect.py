@@ -39,6 +39,7 @@ def inspect(source: Path, *, verify: bool = False) -> str:
     manifest = checkpoint.manifest
     steps = complete_steps(source)
     parent = manifest.parent
+    imported = manifest.imported
     # A script that verifies a run must not take the newest complete checkpoint for the newest one.
     incomplete = incomplete_after(source, manifest.step)
     if verify and incomplete:
@@ -60,6 +61,7 @@ def inspect(source: Path, *, verify: bool = False) -> str:
             if parent
             else []
         ),
+        *([("imported", f"{imported.trainer}, {imported.checkpoint}")] if imported else []),
         (
             "model",
             f"{model['model_type']}: "
