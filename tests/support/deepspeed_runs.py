@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,13 +152,31 @@ def states_of(engine: Any) -> dict[str, dict[str, Tensor]]:
     """Name → whole master and moments of the parameters that are trained. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    whole = safe_get_full_optimizer_state
+    if engine.zero_optimization_stage() < 3:
+        whole = partial(_whole_moment, engine.optimizer)
     states = {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
             states[name] = {"master": safe_get_full_fp32_param(parameter).clone()}
             for kind in ("exp_avg", "exp_avg_sq"):
-                states[name][kind] = safe_get_full_optimizer_state(parameter, kind).clone()
+                states[name][kind] = whole(parameter, kind).clone()
     return states
+
+
+def _whole_moment(optimizer: Any, parameter: Tensor, kind: str) -> Tensor:
+    """A moment of stages 1 and 2, where DeepSpeed's own getter misses those of some groups."""
+    import torch.distributed as dist
+
+    whole = torch.zeros(parameter.numel())
+    mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+    if mapping is not None:
+        part, own = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+        flat = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+        state = optimizer.optimizer.state[flat][kind]
+        whole[part.start : part.start + part.numel] = state[own.start : own.start + own.numel]
+    dist.all_reduce(whole)
+    return whole.view(parameter.shape)
 
 
 def load_and_train(
@@ -167,11 +186,14 @@ def load_and_train(
     engine = build(run, len(steps[0]), **changes)
     path, _ = engine.load_checkpoint(folder, tag=tag)
     assert path is not None
+    before = states_of(engine)
+    number = engine.global_steps
     losses, rates = [], []
     for rows in steps:
         rates.append(float(engine.optimizer.param_groups[0]["lr"]))
         losses += train(engine, [rows])
-    return {"losses": losses, "rates": rates, "after": states_of(engine)}
+    states = {"before": before, "after": states_of(engine)}
+    return {"steps": number, "losses": losses, "rates": rates, **states}
 
 
 def write_hf_config(run: PlainRun, folder: Path) -> Path:

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from tests.support.checkpoint_runs import build as build_ours
+from tests.support.checkpoints import write_checkpoint
 from tests.support.deepspeed_runs import (
-    BETAS,
     DECAY,
-    EPS,
     LEARNING_RATE,
     PlainRun,
     hf_config,
@@ -26,21 +25,24 @@ from tests.support.deepspeed_runs import (
     train_and_save,
     write_hf_config,
 )
-from tests.support.launched import metrics_of, pretrain, said, zero_tp
+from tests.support.launched import metrics_of, pretrain, zero_tp
 from tests.support.parallel_run import optimizer_tensors
 from tests.support.pools import Pools
 from tests.support.settings import fp16_supported
+from tests.support.tiny_configs import tiny_fields
 from tests.support.tiny_models import write_corpus
 from tests.tiers import THOROUGH
 from tests.tools.checkpoint_import.test_deepspeed import llama, universal
-from zero_tp.base.errors import ConfigError, UserError
+from zero_tp.base.errors import UserError
 from zero_tp.run.checkpoint.directory import read_manifest, step_directory
 from zero_tp.run.checkpoint.find import find_checkpoint
 from zero_tp.run.checkpoint.imported import check_imported
+from zero_tp.run.checkpoint.manifest import check_same_run
 from zero_tp.run.checkpoint.start_point import Resume
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.checkpoint_import.formats import open_checkpoint
 from zero_tp.tools.checkpoint_import.to_run import write_run
+from zero_tp.tools.checkpoint_import.to_universal import convert_to_universal
 
 BATCH, LENGTH, SAVED, MORE = 8, 10, 4, 3
 SCHEDULE = {
@@ -219,11 +221,10 @@ def test_the_command_continues_and_then_checks_as_always(
     assert losses == pytest.approx(theirs["losses"], rel=1e-5)
     manifest = read_manifest(step_directory(tmp_path / "run", SAVED + MORE))
     assert manifest.imported is None and manifest.fixed["zero_tp.training.seed"] == 5
-    for key, value in {"training": {"steps": 9, "seed": 6}, "training.steps": {}}.items():
-        if value:
-            other = our_config(run, tmp_path / "other.json", **{key: value})
-            refused = pretrain(2, tmp_path, *words[2:], "--deepspeed_config", str(other))
-            assert refused.returncode != 0 and "zero_tp.training.seed: 6" in refused.stderr
+    other = our_config(run, tmp_path / "other.json", training={"steps": 9, "seed": 6})
+    config = RunConfig.load(other, world_size=2)
+    with pytest.raises(UserError, match=r"zero_tp\.training\.seed: 6"):
+        check_same_run(tmp_path / "run", manifest, config)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -234,7 +235,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer.type": "Adam", "optimizer.params.adam_w_mode": False},
         r"optimizer\.params\.adam_w_mode",
     ),
-    "SGD": ({"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}, r"optimizer\.type: \"SGD\""),
+    "SGD": (
+        {
+            "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+            "zero_allow_untested_optimizer": True,
+        },
+        r"optimizer\.type: \"SGD\"",
+    ),
     "decay": ({"zero_tp.param_groups": []}, "weight decay 0, but .* was trained with 0.125"),
     "share": (
         {
@@ -327,3 +334,97 @@ def continue_weights(path: str, folder: str) -> Tensor:
     name = "model.embed_tokens.weight"
     assert torch.equal(optimizer_tensors(engine)[name], saved["module"][name])
     return optimizer_tensors(engine)[name]
+
+
+GOING_ON = [
+    (1, 3, "fp32", False),
+    (2, 1, "bf16", True),
+    (2, 2, "fp32", True),
+    (3, 2, "fp32", False),
+]
+
+
+@THOROUGH
+@pytest.mark.parametrize(("stage", "world", "dtype", "scheduled"), GOING_ON)
+def test_deepspeed_continues_a_run_of_ours(
+    ranks: Pools, tmp_path: Path, seed: int, stage: int, world: int, dtype: str, scheduled: bool
+) -> None:
+    """On another number of ranks, with masters and moments bit for bit."""
+    chance = random.Random(seed)
+    fields = llama(chance, tie_word_embeddings=chance.random() < 0.5)
+    settings: dict[str, Any] = {"scheduler": SCHEDULE} if scheduled else {}
+    run = PlainRun(fields, stage, dtype, chance.randrange(1000), grouped=True, settings=settings)
+    batch = 12
+    path = our_config(run, tmp_path / "ours.json")
+    values = json.loads(path.read_text())
+    values |= {"train_batch_size": batch}
+    values["zero_optimization"]["stage"] = chance.choice((0, 1, 2, 3))
+    path.write_text(json.dumps(values))
+    first = rows_of(run, seed, SAVED, batch, LENGTH)
+    steps = rows_of(run, seed + 1, 2, batch, LENGTH)
+    ours = ranks(2).run(train_ours, str(path), str(tmp_path / "run"), first, steps)[0]
+    lines = convert_to_universal(tmp_path / "run", tmp_path / "universal")
+    assert "4 updates" in lines[0]
+    load = {"checkpoint": {"load_universal": True}}
+    universal_run = replace(run, settings=run.settings | load)
+    arguments = universal_run, str(tmp_path / "universal"), steps
+    theirs = ranks(world).run(load_and_train, *arguments)[0]
+    check_states(ours["before"], theirs["before"], exact=True)
+    assert theirs["steps"] == SAVED
+    assert theirs["rates"] == pytest.approx(ours["rates"], rel=1e-12)
+    tolerance = 2e-6 if dtype == "fp32" else 2e-3
+    assert theirs["losses"] == pytest.approx(ours["losses"], rel=tolerance)
+    if dtype == "fp32":
+        check_states(ours["after"], theirs["after"], exact=False)
+    back = open_checkpoint(tmp_path / "universal", config=hf_config(fields))
+    write_run(back, tmp_path / "back")
+    again = read_manifest(step_directory(tmp_path / "back", SAVED)).progress
+    before = read_manifest(step_directory(tmp_path / "run", SAVED)).progress
+    assert (again.optimizer_steps, again.counters) == (before.optimizer_steps, before.counters)
+
+
+def train_ours(
+    path: str, folder: str, first: Sequence[Tensor], steps: Sequence[Tensor]
+) -> dict[str, Any]:
+    """Train, save, and train on; the states and losses of the steps after."""
+    from zero_tp.run.checkpoint.save import run_saver
+
+    engine, config = build_ours(path)
+    saver = run_saver(engine.zero, config, Path(folder))
+    results: dict[str, Any] = {"losses": [], "rates": []}
+    topology = engine.topology
+    for step, rows in enumerate([*first, *steps]):
+        if step == len(first):
+            saver.save(step)
+            assert saver.outcome() == (step, "")
+            results["before"] = whole_states(engine)
+        rate = engine.learning_rate
+        own = rows.chunk(topology.data)[topology.data_rank]
+        loss = engine.train_step([(own[:, :-1], own[:, 1:])])
+        if step >= len(first):
+            results["losses"].append(loss)
+            results["rates"].append(rate)
+    return results | {"after": whole_states(engine)}
+
+
+def whole_states(engine: Any) -> dict[str, dict[str, Tensor]]:
+    return {kind: optimizer_tensors(engine, *names) for kind, names in KINDS.items()}
+
+
+@THOROUGH
+def test_what_deepspeed_would_not_load_is_refused(tmp_path: Path) -> None:
+    config = hf_config(tiny_fields("deepseek_v3", 71))
+    write_checkpoint(tmp_path / "run", config)
+    with pytest.raises(UserError, match=r"has the buffer .*bias.* DeepSpeed loads no buffers"):
+        convert_to_universal(tmp_path / "run", tmp_path / "out")
+    plain = hf_config(tiny_fields("llama", 71))
+    write_checkpoint(tmp_path / "sgd", plain, kinds=("master", "momentum_buffer"))
+    with pytest.raises(UserError, match="has momentum_buffer, and only Adam's moments"):
+        convert_to_universal(tmp_path / "sgd", tmp_path / "out")
+    write_checkpoint(tmp_path / "adam", plain)
+    with pytest.raises(UserError, match="its groups have 0 learning rates"):
+        convert_to_universal(tmp_path / "adam", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out" / "something").mkdir(parents=True)
+    with pytest.raises(UserError, match="exists already"):
+        convert_to_universal(tmp_path / "adam", tmp_path / "out")
