@@ -394,6 +394,7 @@ def groups_of(
             tuple(name for index in group["params"] for name in flats[index]),
         )
         for group in groups
+        if "params" in group  # which `to-universal` leaves to the client
     )
 
 

@@ -1,14 +1,16 @@
-"""`zero-tp convert to-universal`: a checkpoint that DeepSpeed 0.19.8 loads with
+"""`zero-tp convert to-universal`: a checkpoint that DeepSpeed 0.19.8 loads at stages 1 and 2 with
 `"checkpoint": {"load_universal": true}`, for transformers' class of the model.
 
-    DIR/latest_universal                                  the folder's name
-    DIR/global_stepN/[zero_pp_rank_0_]mp_rank_00_model_states.pt
-                                                          counts, schedule, shapes; no weights
+    DIR/latest_universal                             the folder's name
+    DIR/global_stepN/mp_rank_00_model_states.pt      counts, schedule, shapes; no weights
     DIR/global_stepN/zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt
-    DIR/global_stepN/zero/optimizer_state.pt              the next rate, fp16's loss scale
+    DIR/global_stepN/zero/optimizer_state.pt         the next rate, fp16's loss scale
 
-NAME is the parameter's in the class. Groups have the next rate alone: DeepSpeed copies whatever
-else a group has into the client's groups by their number, at stage 3 the first into all.
+NAME is the parameter's in the class. Groups have the next rate alone, because DeepSpeed copies
+whatever else they have into the client's groups by their number.
+
+Stage 3 looks for another file of the model and finds none: 0.19.8 would give all groups of torch's
+Adam one tensor as their count of updates, which then advances once for each group.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ from zero_tp.run.checkpoint.find import RunCheckpoint, find_checkpoint
 from zero_tp.run.checkpoint.manifest import Manifest
 from zero_tp.run.checkpoint.reader import CheckpointReader
 from zero_tp.tools.checkpoint_import.deepspeed import ONE_STEP_AHEAD
-from zero_tp.tools.checkpoint_import.deepspeed_states import OPTIMIZER
 from zero_tp.tools.checkpoint_import.deepspeed_universal import MASTER as MASTER_FILE
 from zero_tp.tools.checkpoint_import.deepspeed_universal import MOMENTS, STATES
 from zero_tp.tools.checkpoint_import.native_names import native_weights
@@ -67,7 +68,8 @@ def convert_to_universal(source: Path, output: Path) -> list[str]:
         f"{checkpoint.manifest.progress.optimizer_steps} updates)",
         *checkpoint.notes,
         f'next: engine.load_checkpoint("{output}") of DeepSpeed {VERSION} with '
-        '"checkpoint": {"load_universal": true}; decay, betas and groups are its own config\'s',
+        '"checkpoint": {"load_universal": true} and ZeRO-1 or 2; decay, betas and groups are its '
+        "own config's",
     ]
 
 
@@ -138,13 +140,9 @@ def _write_states(
     folder: Path, manifest: Manifest, shapes: Mapping[str, torch.Size], rate: float
 ) -> None:
     """Write what DeepSpeed reads beside the parameters."""
-    steps = torch.tensor(float(manifest.progress.optimizer_steps or 0))
-    groups = [{"lr": rate} for _ in range(MOST_GROUPS)]
     states: dict[str, Any] = {
-        "param_groups": groups,
+        "param_groups": [{"lr": rate} for _ in range(MOST_GROUPS)],
         "ds_version": VERSION,
-        # Stage 3 looks for them here.
-        OPTIMIZER: {"state": {0: {"step": steps}}, "param_groups": groups},
         **_loss_scale(manifest),
     }
     torch.save(states, folder / "zero" / STATES)
@@ -163,8 +161,7 @@ def _write_states(
         "ds_config": {},
         "ds_version": VERSION,
     }
-    for name in ("mp_rank_00", "zero_pp_rank_0_mp_rank_00"):
-        torch.save(saved, folder / f"{name}_model_states.pt")
+    torch.save(saved, folder / "mp_rank_00_model_states.pt")
 
 
 def _schedule(manifest: Manifest) -> dict[str, Any] | None:
