@@ -205,7 +205,7 @@ def _partitioned_states(
     places = [_places(group, padding) for group, padding in zip(shapes, paddings, strict=True)]
     flats = [_join_flat([rank[key][index] for rank in ranks]) for index in range(len(shapes))]
     masters = _divide(folder, flats, places)
-    base = ranks[0].get("base_optimizer_state")
+    base: Any = ranks[0].get("base_optimizer_state")
     problem = "" if isinstance(base, dict) else "elastic_checkpoint has moments of another form"
     moments = {}
     for kind in _kinds(base) if not problem else ():
@@ -371,7 +371,7 @@ def _divide_each(
 
 def _kinds(base: Any) -> tuple[str, ...]:
     """Return the names of the optimizer's states that have an element for each parameter's."""
-    state = next(iter(base["state"].values()), {})
+    state: Mapping[str, Any] = next(iter(base["state"].values()), {})
     return tuple(
         name
         for name, value in state.items()
@@ -446,7 +446,7 @@ def _unnamed_masters(
     folder: Path, parameters: Mapping[str, StoredTensor], optimizer: Mapping[str, Any]
 ) -> dict[str, StoredTensor] | None:
     """Return the masters of one group that has all parameters in the model's order, else None."""
-    groups = optimizer.get("fp32_groups_flat") or optimizer.get("fp32_groups") or ()
+    groups: list[Any] = optimizer.get("fp32_groups_flat") or optimizer.get("fp32_groups") or []
     if len(groups) != 1:
         return None
     parts = groups[0] if isinstance(groups[0], (list, tuple)) else groups

@@ -382,9 +382,9 @@ class ParameterReader:
                     f"{tuple(tensor.shape)}; give the --config that the model was trained with"
                 )
             self.used.add(stored_name)
-            if cut and tensor.shape[0] > size:
+            if cut and tensor.shape[0] > expected[0]:
                 self.notes.append(
-                    f"{stored_name}: {size:,} rows of {tensor.shape[0]:,}, the vocabulary; the "
+                    f"{stored_name}: {expected[0]:,} rows of {tensor.shape[0]:,}, the vocabulary; the "
                     "rest is padding"
                 )
 
