@@ -14,7 +14,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.compare import grid
-from tests.support.decoders import without_router_logits
+from tests.support.decoders import (
+    chooses_by_rounding,
+    shrink_linear_values,
+    without_router_logits,
+)
 from tests.support.native import check_gradients, parallel_model, perturbed
 from tests.support.packed import packed_kernels
 from tests.support.packed_documents import (
@@ -28,10 +32,11 @@ from tests.support.packed_documents import (
 )
 from tests.support.pools import Pools
 from tests.support.tiny_configs import general_fields
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.base.errors import UserError
 from zero_tp.data.batch import separate_documents
+from zero_tp.model.gated_delta import CHUNK
 from zero_tp.parallel.topology import Topology
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -63,12 +68,12 @@ def reference_model(kind: str, attention: str, seed: int) -> Any:
     return perturbed(AutoModelForCausalLM.from_config(config).eval())
 
 
-def windows_of(lengths: list[int], seed: int) -> tuple[Tensor, Tensor]:
+def windows_of(lengths: list[int], seed: int, row: int = LENGTH) -> tuple[Tensor, Tensor]:
     """Rows of documents of these lengths, in turn until the rows are full, and their numbers;
-    [ROWS, LENGTH + 1].
+    [ROWS, row + 1].
     """
     tokens = torch.randint(
-        VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(seed)
+        VOCABULARY, (ROWS, row + 1), generator=torch.Generator().manual_seed(seed)
     )
     numbers = torch.arange(len(lengths) * tokens.numel()).repeat_interleave(
         torch.tensor(lengths).repeat(tokens.numel())
@@ -191,6 +196,54 @@ def test_packed_documents_of_other_parts(model_type: str, seed: int) -> None:
     (total / count).backward()
     model = parallel_model(reference, Topology(world=1)).train()
     assert _equals(model, reference, tokens, documents, total, count) > 10
+
+
+DELTA_TYPES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"]
+ROW = 2 * CHUNK + 6
+
+
+def delta_reference(model_type: str, pieces: list[Tensor], seed: int) -> Any:
+    """Of the next seeds the first whose experts rounding does not choose."""
+    fields = general_fields(model_type) | without_router_logits(model_type)
+    config = AutoConfig.for_model(**fields | {"max_position_embeddings": ROW})
+    for candidate in range(seed, seed + 50):
+        torch.manual_seed(candidate)
+        model = perturbed(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+        shrink_linear_values(model)
+        if not any(chooses_by_rounding(model, piece[None]) for piece in pieces):
+            return model
+    raise AssertionError(f"rounding decides all models of the seeds {seed} to {candidate}")
+
+
+def delta_equals_apart(
+    world: int, sequence: bool, model_type: str, lengths: list[int], seed: int
+) -> int:
+    """Rows of several chunks of the gated delta rule."""
+    tokens, documents = windows_of(lengths, seed, ROW)
+    rows = zip(tokens[:, :-1], documents[:, :-1], strict=True)
+    pieces = [row[numbers == one] for row, numbers in rows for one in numbers.unique()]
+    reference = delta_reference(model_type, pieces, seed)
+    total, count = token_losses_apart(reference, tokens, documents)
+    (total / count).backward()
+    model = parallel_model(reference, grid(world, sequence)).train()
+    assert model.spec.mixed_by("gated_delta")
+    return _equals(model, reference, tokens, documents, total, count)
+
+
+@THOROUGH
+@settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
+@given(lengths=st.lists(st.integers(1, ROW), min_size=1, max_size=12), draw=st.integers(0, 2**20))
+@example([5, 1, CHUNK, 1, 2, CHUNK - 7, CHUNK + 3], 0)
+@pytest.mark.parametrize("model_type", DELTA_TYPES)
+@pytest.mark.parametrize(("world", "sequence"), [(2, False), (2, True)])
+def test_packed_documents_of_linear_attention_over_ranks(
+    ranks: Pools, world: int, sequence: bool, model_type: str, lengths: list[int], draw: int
+) -> None:
+    """Documents that end inside a chunk, at its end, and after it."""
+    lengths = [*lengths, 2]
+    compared = ranks(world).run(delta_equals_apart, world, sequence, model_type, lengths, draw)
+    assert compared == compared[:1] * world
+    assert compared[0] > 30
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
