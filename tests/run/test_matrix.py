@@ -51,6 +51,24 @@ def test_a_cell_trains_the_plain_model(ranks: Pools, run_seed: int, tmp_path: Pa
     train_and_compare(ranks, run_seed, tmp_path, [FIRST_CELL], family_of)
 
 
+MIXER_CELLS: list[Cell] = [
+    ("TP 2", "SP", "ZeRO-3", "selective, every module", "all offloaded", "× 1", "fp32"),
+    ("TP 4", "no SP", "ZeRO-2", "full, P_a, cpu", "optimizer offloaded", "× 3", "fp32"),
+    ("TP 1", "no SP", "ZeRO-0", "none", "no offload", "× 1", "fp32"),
+    ("TP 2", "SP", "ZeRO-1", "full", "no offload", "× 3", "bf16"),
+]
+"""Each stage and offload, with all that the layers of these families recompute."""
+
+
+@THOROUGH
+@pytest.mark.parametrize("cell", MIXER_CELLS, ids=[cell[2] for cell in MIXER_CELLS])
+@pytest.mark.parametrize("family", ["latents", "linear attention"])
+def test_other_mixers_train_the_plain_model(
+    ranks: Pools, run_seed: int, tmp_path: Path, family: str, cell: Cell
+) -> None:
+    train_and_compare(ranks, run_seed, tmp_path, [cell], {cell: family})
+
+
 @pytest.mark.parametrize(("tensor", "sequence", "part", "experts"), CASES)
 def test_all_settings_train_the_plain_model(
     ranks: Pools,

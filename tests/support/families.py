@@ -214,6 +214,54 @@ def _sinks_and_clamps(pick: Pick) -> dict[str, Any]:
     }
 
 
+def _latents(pick: Pick) -> dict[str, Any]:
+    """DeepSeek-V3: queries, keys and values of latents, values of their own width, experts in
+    groups; the first layer is dense.
+    """
+    return {
+        **_grouped_experts(pick),
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 12,
+        # The norm of few features is ill-conditioned, see _fewer_kv_heads.
+        "q_lora_rank": pick(8, 14),
+        "kv_lora_rank": pick(8, 14),
+        "qk_nope_head_dim": pick(2, 8),
+        "qk_rope_head_dim": 4,
+        "v_head_dim": pick(4, 12),
+        "head_dim": 4,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+
+
+def _linear_attention(pick: Pick) -> dict[str, Any]:
+    """Qwen3-Next: the gated delta rule in 2 of 3 layers, a gate of attention's output, a shared
+    expert with a gate; one layer is dense.
+    """
+    sizes = _shared_experts(pick)
+    return {
+        **sizes,
+        "model_type": "qwen3_next",
+        "num_key_value_heads": 3,
+        "head_dim": 4 * pick(2, 5),
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4 * pick(1, 4),
+        "linear_key_head_dim": pick(3, 8),
+        "linear_value_head_dim": pick(3, 8),
+        "linear_conv_kernel_dim": pick(2, 5),
+        "norm_topk_prob": True,
+        # A head's output is normed, and near 0 where a query and a key are orthogonal by chance.
+        "rms_norm_eps": 0.01,
+        "initializer_range": 0.1,  # with 0.02 this epsilon leaves too little to clip
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    }
+
+
 ENCODERS: dict[str, Callable[[Pick], dict[str, Any]]] = {
     "encoder, norms after the sums": partial(_encoder, "bert"),
     "encoder, norms before": partial(_encoder, "megatron-bert"),
@@ -225,6 +273,8 @@ EXPERTS: dict[str, Callable[[Pick], dict[str, Any]]] = {
     "experts, norm of all heads": _whole_norms,
     "experts in groups": _grouped_experts,
     "sinks and clamps": _sinks_and_clamps,
+    "latents": _latents,
+    "linear attention": _linear_attention,
 }
 """They train the cells in turn. Most losses depend on how rows are split into micro-batches."""
 FAMILIES: dict[str, Callable[[Pick], dict[str, Any]]] = {

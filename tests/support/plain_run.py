@@ -170,8 +170,9 @@ def plain(
     for name, bias in biases.items():  # which transformers keeps in fp32
         model.get_buffer(name).data = bias
     named = dict(model.named_parameters())
-    # The biases of a layer's experts are one tensor.
-    is_flat = {name: one.ndim == 1 or name.endswith("_bias") for name, one in masters.items()}
+    # The biases of a layer's experts are one tensor; a convolution's kernels are no matrix.
+    no_matrices = ("_bias", "conv1d.weight")
+    is_flat = {name: one.ndim == 1 or name.endswith(no_matrices) for name, one in masters.items()}
     matrices = [weight for name, weight in masters.items() if not is_flat[name]]
     flat = [weight for name, weight in masters.items() if is_flat[name]]
     optimizer = torch.optim.AdamW(
