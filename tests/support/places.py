@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tests.support.checkpoint_runs import BATCH, MODEL, VOCABULARY, build, steps_of, write_config
+from tests.support.tiny_configs import general_fields
 from zero_tp.run.checkpoint.directory import read_manifest, step_directory
 from zero_tp.run.checkpoint.reader import CheckpointReader, tensor_name
 
@@ -37,6 +38,13 @@ MODELS = {
         }
         for count in (2, 3)
     },
+    "linear attention": {
+        **general_fields("qwen3_5_text"),
+        "vocab_size": VOCABULARY,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+    },
+    "latents": {**general_fields("youtu"), "vocab_size": VOCABULARY},
 }
 
 

@@ -46,6 +46,16 @@ MUON, MUON_WHOLE, MUON_BF16 = (
         (4, 0, "bf16", "2 KV heads"),
     )
 )
+LINEAR, LINEAR_WHOLE, LINEAR_4, LATENTS, LATENTS_WHOLE = (
+    Place(world, tensor, tensor > 1, stage, model=model)
+    for world, tensor, stage, model in (
+        (2, 2, 3, "linear attention"),
+        (2, 1, 1, "linear attention"),
+        (4, 4, 2, "linear attention"),
+        (2, 2, 1, "latents"),
+        (2, 1, 3, "latents"),
+    )
+)
 
 PAIRS: dict[Place, list[Place]] = {
     DP2: [DP4, TP2, TP4, MIXED, BF16],
@@ -67,6 +77,9 @@ PAIRS: dict[Place, list[Place]] = {
     MUON: [MUON_WHOLE],
     MUON_WHOLE: [MUON, MUON_BF16],
     MUON_BF16: [MUON],
+    LINEAR: [LINEAR_WHOLE, LINEAR_4],
+    LINEAR_WHOLE: [LINEAR],
+    LATENTS: [LATENTS_WHOLE],
 }
 
 
