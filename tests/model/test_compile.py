@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from tests.support.pools import Pools
+from tests.support.tiny_configs import general_fields
 from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.recompute import RecomputePolicy
@@ -40,6 +41,7 @@ MODELS = ("qwen3", "gpt_neox")
 """RMS norms over hidden states and heads, rotary, gate; layer norms, a part of each head that
 turns.
 """
+OTHER_MIXERS = ("qwen3_5_text", "youtu")
 
 
 def run(
@@ -51,22 +53,22 @@ def run(
     from tests.support.native import native_tensors
     from zero_tp.engine.engine import TrainingEngine
 
-    config = AutoConfig.for_model(
-        model_type,
-        **{
-            "hidden_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "intermediate_size": 64,
-        },
-        **{
-            "vocab_size": 101,
-            "max_position_embeddings": SEQUENCE,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        },
-        **({"head_dim": 12, "num_key_value_heads": 2} if model_type == "qwen3" else {}),
-    )
+    sizes = {
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "vocab_size": 101,
+        "max_position_embeddings": SEQUENCE,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    if model_type == "qwen3":
+        sizes |= {"head_dim": 12, "num_key_value_heads": 2}
+    if model_type in OTHER_MIXERS:
+        sizes = general_fields(model_type)
+        del sizes["model_type"]
+    config = AutoConfig.for_model(model_type, **sizes)
     topology, found = Topology(tensor, sequence), []
     settings = {
         "train_micro_batch_size_per_gpu": BATCH // topology.data,
@@ -104,7 +106,10 @@ def run(
 
 
 CASES = [
-    pytest.param("qwen3", 2, True, 3, "fp32", "full", marks=pytest.mark.thorough),
+    *(
+        pytest.param(model_type, 2, True, 3, "fp32", "full", marks=pytest.mark.thorough)
+        for model_type in ("qwen3", *OTHER_MIXERS)
+    ),
     *(
         pytest.param(*case, marks=pytest.mark.heavy)
         for case in (

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, DataCollatorWithFlattening, TrainingArguments
 
 from tests.support.native import native_model, perturbed
+from tests.support.tiny_configs import general_fields
 from tests.support.tiny_models import bert_fields
 from zero_tp.base.constants import IGNORE_INDEX
 
@@ -51,6 +52,8 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"intermediate_size": 24, "max_position_embeddings": 64, "vocab_size": VOCABULARY},
     ),
 }
+for _kind, _type in (("linear attention", "qwen3_5_text"), ("latents", "youtu")):
+    MODELS[_kind] = general_fields(_type) | {"vocab_size": VOCABULARY, "pad_token_id": None}
 MODELS["masked"] = MODELS["sentences"] | {"architectures": ["BertForMaskedLM"]}
 GRIDS = {"TP 1": (1, 1), "TP 2 + SP": (2, 2), "DP 2": (2, 1)}
 """Grid → (ranks, TP degree)."""

@@ -96,11 +96,20 @@ NAMED: dict[str, TrainerCase] = {
     "a schedule that reads the optimizer's rate": SPLIT(
         "llama", STEPS | {"lr_scheduler_type": "polynomial"}
     ),
+    "linear attention": SPLIT(
+        "linear attention",
+        EVALUATION | {"weight_decay": 0.1},
+        resume=2,
+        stage=3,
+        columns=("attention_mask",),
+    ),
+    "latents": SPLIT("latents", EVALUATION | {"weight_decay": 0.1}, resume=1, stage=2),
 }
+SECOND = ("weights alone resume", "linear attention", "latents")
 
 
 @pytest.mark.parametrize(
-    "name", in_tiers(list(NAMED), [name for name in NAMED if name != "weights alone resume"])
+    "name", in_tiers(list(NAMED), [name for name in NAMED if name not in SECOND])
 )
 def test_a_script_gives_the_same(
     ranks: Pools, directories: dict[str, str], tmp_path: Path, name: str
