@@ -35,8 +35,11 @@ from tests.support.tiny_configs import general_fields
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.base.errors import UserError
+from zero_tp.base.settings.deepspeed import ActivationCheckpointing
+from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.data.batch import separate_documents
 from zero_tp.model.gated_delta import CHUNK
+from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.parallel.topology import Topology
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -216,7 +219,7 @@ def delta_reference(model_type: str, pieces: list[Tensor], seed: int) -> Any:
 
 
 def delta_equals_apart(
-    world: int, sequence: bool, model_type: str, lengths: list[int], seed: int
+    world: int, sequence: bool, model_type: str, lengths: list[int], recompute: str, seed: int
 ) -> int:
     """Rows of several chunks of the gated delta rule."""
     tokens, documents = windows_of(lengths, seed, ROW)
@@ -227,21 +230,34 @@ def delta_equals_apart(
     (total / count).backward()
     model = parallel_model(reference, grid(world, sequence)).train()
     assert model.spec.mixed_by("gated_delta")
+    policy = RecomputePolicy(mode=recompute)
+    ActivationMemory(model, policy, ActivationCheckpointing(), torch.device("cpu"))
     return _equals(model, reference, tokens, documents, total, count)
 
 
 @THOROUGH
 @settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
-@given(lengths=st.lists(st.integers(1, ROW), min_size=1, max_size=12), draw=st.integers(0, 2**20))
-@example([5, 1, CHUNK, 1, 2, CHUNK - 7, CHUNK + 3], 0)
+@given(
+    lengths=st.lists(st.integers(1, ROW), min_size=1, max_size=12),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    draw=st.integers(0, 2**20),
+)
+@example([5, 1, CHUNK, 1, 2, CHUNK - 7, CHUNK + 3], "full", 0)
 @pytest.mark.parametrize("model_type", DELTA_TYPES)
 @pytest.mark.parametrize(("world", "sequence"), [(2, False), (2, True)])
 def test_packed_documents_of_linear_attention_over_ranks(
-    ranks: Pools, world: int, sequence: bool, model_type: str, lengths: list[int], draw: int
+    ranks: Pools,
+    world: int,
+    sequence: bool,
+    model_type: str,
+    lengths: list[int],
+    recompute: str,
+    draw: int,
 ) -> None:
     """Documents that end inside a chunk, at its end, and after it."""
     lengths = [*lengths, 2]
-    compared = ranks(world).run(delta_equals_apart, world, sequence, model_type, lengths, draw)
+    options = (model_type, lengths, recompute, draw)
+    compared = ranks(world).run(delta_equals_apart, world, sequence, *options)
     assert compared == compared[:1] * world
     assert compared[0] > 30
 
