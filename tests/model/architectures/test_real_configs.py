@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.launched import forked_zero_tp
-from tests.support.native import our_class
+from tests.support.native import buffers_of_files, native_model, our_class
+from tests.tiers import in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.model.architectures.configs import (
     config_from_block,
@@ -28,6 +29,7 @@ from zero_tp.model.huggingface.parallelize import parallel_model
 from zero_tp.parallel.layout import stored_buffers
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.config.model_block import ignored_fields
+from zero_tp.tools.planning.memory import model_size
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     model["name"]: model
@@ -116,6 +118,37 @@ def test_deepseek_v3_is_read_as_it_was_published(tmp_path: Path) -> None:
     assert round(sum(weight.numel() for weight in model.parameters()) / 1e9) == 671
     scale = 0.1 * math.log(40) + 1
     assert model.spec.attention_scale == pytest.approx(192**-0.5 * scale**2)
+
+
+AS_PUBLISHED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": DEEPSEEK_V3,
+    "gpt_oss": PUBLISHED["gpt-oss-20b"]["config"],
+    "qwen3_next": QWEN3_NEXT,
+    # The class's defaults.
+    **{
+        name: {"model_type": name}
+        for name in ("glm4_moe_lite", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "youtu")
+    },
+}
+"""Model type → the config.json of a published size."""
+
+
+@pytest.mark.parametrize("model_type", in_tiers(list(AS_PUBLISHED), ["qwen3_5_text", "youtu"]))
+def test_every_weight_of_a_published_size_is_counted(model_type: str, tmp_path: Path) -> None:
+    """By the model, and by the plan for two ranks, as by transformers' class."""
+    (tmp_path / "config.json").write_text(json.dumps(AS_PUBLISHED[model_type]))
+    config = config_from_directory(tmp_path)
+    model = our_class(config)(config, device="meta", dtype=torch.bfloat16)
+    with torch.device("meta"):
+        theirs = native_model(AutoConfig.from_pretrained(tmp_path), attn_implementation="eager")
+    expected = theirs.num_parameters()
+    assert model.num_parameters() == expected > 1e9
+    assert model_size(config, 2, True).num_parameters == expected
+    biases = [bias for _, bias in stored_buffers(model)]
+    native_biases = buffers_of_files(theirs)
+    count = sum(bias.numel() for bias in biases)
+    assert count == sum(bias.numel() for _, bias in native_biases)
+    assert bool(count) == (model_type in ("deepseek_v3", "glm4_moe_lite"))
 
 
 @pytest.mark.parametrize(
