@@ -42,10 +42,11 @@ def replace_cuda() -> None:
     device: Any = lambda: torch.device("cpu")  # noqa: E731
     torch.cuda.current_device = device
     # An object of its own for each name, as dynamo counts them.
-    torch.cuda.synchronize = lambda *_, **__: None
-    torch.cuda.set_device = lambda *_, **__: None
-    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment,return-value]
-    torch.cuda.Stream = lambda *_, **__: None  # type: ignore[misc]
+    cuda: Any = torch.cuda
+    cuda.synchronize = lambda *_, **__: None
+    cuda.set_device = lambda *_, **__: None
+    cuda.current_stream = lambda *_: None
+    cuda.Stream = lambda *_, **__: None
     # TopKRouter moves its bias by `.cuda()`.
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign,assignment]
 

@@ -384,8 +384,8 @@ class ParameterReader:
             self.used.add(stored_name)
             if cut and tensor.shape[0] > expected[0]:
                 self.notes.append(
-                    f"{stored_name}: {expected[0]:,} rows of {tensor.shape[0]:,}, the vocabulary; the "
-                    "rest is padding"
+                    f"{stored_name}: {expected[0]:,} rows of {tensor.shape[0]:,}, the vocabulary; "
+                    "the rest is padding"
                 )
 
     def read(self, name: str) -> Tensor:
