@@ -212,6 +212,7 @@ def rank_main(rank: int, options: dict[str, Any], folder: Path) -> None:
         options["vocabulary"], (2, 9), generator=torch.Generator().manual_seed(options["seed"])
     )
     logits = logits_of(model, ids, options["stages"])
+    model.to(getattr(torch, options.get("dtype", "float32")))
     if logits is not None:
         torch.save(ids, folder / "ids.pt")
         torch.save(logits, folder / "logits.pt")

@@ -16,8 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import megatron_writer
 from tests.support.launched import ROOT
+from tests.support.tiny_configs import tiny_config
 from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
+from zero_tp.model.architectures import architecture_of
+from zero_tp.tools.checkpoint_import import megatron_names
 from zero_tp.tools.checkpoint_import.formats import open_checkpoint
 from zero_tp.tools.checkpoint_import.importing import import_checkpoint
 
@@ -135,6 +138,23 @@ CASES: dict[str, dict[str, Any]] = {
 def test_logits_are_those_of_megatron(case: str, seed: int, tmp_path: Path) -> None:
     write(options(seed, **CASES[case]), tmp_path / "megatron")
     check_logits(tmp_path / "megatron", tmp_path / "model")
+
+
+def test_the_table_takes_each_tensor_once() -> None:
+    """No tensor is read as two parameters, and each has the name of the same part."""
+    for model_type in ("llama", "qwen3", "gpt2", "mixtral"):
+        config = tiny_config(model_type, 50)
+        spec = architecture_of(config).spec(config)
+        table = [
+            weight
+            for weight in megatron_names.weights(spec)
+            if "qkv" not in weight.our_name and ".up." not in weight.our_name
+        ]
+        names = [name for weight in table for name in weight.names]
+        assert len(names) == len(set(names))
+        parts = {weight.our_name.split(".")[-2]: weight.names[0] for weight in table}
+        assert "q_layernorm" in parts["query_norm"] and "k_layernorm" in parts["key_norm"]
+        assert "input_layernorm" in parts["attention_norm"]
 
 
 def test_virtual_stages_hold_layers_in_turns(seed: int, tmp_path: Path) -> None:

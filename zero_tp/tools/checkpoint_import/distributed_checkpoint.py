@@ -75,6 +75,9 @@ class _Chunk:
     def read(self, index: Index) -> torch.Tensor:
         return self.stored.read(index)
 
+    def fill(self, target: torch.Tensor, index: Index) -> None:
+        self.stored.fill(target, index)
+
 
 def is_distributed(folder: Path) -> bool:
     """Return whether a folder is a distributed checkpoint of torch."""

@@ -18,7 +18,13 @@ from zero_tp.base.errors import UserError
 from zero_tp.model.architectures import Weight, weights_of
 from zero_tp.model.weights.load import native_model, stored_shapes
 from zero_tp.parallel.spans import Span, Spans
-from zero_tp.tools.checkpoint_import.stored_tensors import StoredTensor, read_whole, rows_of
+from zero_tp.tools.checkpoint_import.stored_tensors import (
+    StoredTensor,
+    read_into,
+    read_whole,
+    rows_of,
+    whole_index,
+)
 
 OUR_LAYER = "transformer.layers.{layer}."
 
@@ -401,29 +407,25 @@ class ParameterReader:
         whole: Tensor | None = None
         for stored_name, group in itertools.groupby(weight.maps(rows), lambda run: run[0]):
             runs = [(theirs, ours) for _, theirs, ours in group]
-            for ours, part in _parts(tensors[stored_name], runs):
-                if part.shape[0] == rows:
-                    return part.reshape(shape)
-                if whole is None:
-                    whole = torch.empty((rows, *columns), dtype=part.dtype)
-                whole[ours] = part
+            if whole is None:
+                whole = torch.empty((rows, *columns), dtype=tensors[stored_name].dtype)
+            _read_runs(whole, tensors[stored_name], runs)
         assert whole is not None
         return whole.reshape(shape)
 
 
-def _parts(
-    tensor: StoredTensor, runs: Sequence[tuple[slice, slice]]
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (our rows, a part) of each run (their rows, our rows) of a tensor.
+def _read_runs(whole: Tensor, tensor: StoredTensor, runs: Sequence[tuple[slice, slice]]) -> None:
+    """Read each run (their rows, our rows) of a tensor into our parameter's rows.
 
     Runs that follow each other are read at once: a permutation of rows has one a row.
     """
     first = min(theirs.start for theirs, _ in runs)
     last = max(theirs.stop for theirs, _ in runs)
-    if sum(theirs.stop - theirs.start for theirs, _ in runs) < last - first:
+    columns = whole_index(tensor)[1:]
+    if len(runs) == 1 or sum(theirs.stop - theirs.start for theirs, _ in runs) < last - first:
         for theirs, ours in runs:
-            yield ours, rows_of(tensor, theirs)
+            read_into(whole[ours], tensor, (theirs, *columns))
         return
     block = rows_of(tensor, slice(first, last))
     for theirs, ours in runs:
-        yield ours, block[theirs.start - first : theirs.stop - first]
+        whole[ours] = block[theirs.start - first : theirs.stop - first]

@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,6 +31,21 @@ class StoredTensor(Protocol):
     def read(self, index: Index) -> Tensor:
         """Return a block. `index` has a slice with start and stop for each dimension."""
         ...
+
+
+@runtime_checkable
+class Fills(Protocol):
+    """A stored tensor that can be read to where it is wanted, without a copy in between."""
+
+    def fill(self, target: Tensor, index: Index) -> None: ...
+
+
+def read_into(target: Tensor, tensor: StoredTensor, index: Index) -> None:
+    """Read a block of a stored tensor into a tensor of the block's shape."""
+    if isinstance(tensor, Fills) and target.dtype == tensor.dtype:
+        tensor.fill(target, index)
+    else:
+        target.copy_(tensor.read(index))
 
 
 def whole_index(tensor: StoredTensor) -> Index:
@@ -92,6 +107,24 @@ class FileTensor(Fixed):
         first = sum(part.start * stride for part, stride in along)
         last = sum((part.stop - 1) * stride for part, stride in along)
         elements = torch.empty(last - first + 1, dtype=self.dtype)
+        self._read_run(elements, first)
+        return elements.as_strided(sizes, self.strides)
+
+    def fill(self, target: Tensor, index: Index) -> None:
+        sizes = sizes_of(index)
+        follows = math.prod(sizes[1:]) == math.prod(self.shape[1:]) and self.is_contiguous
+        if follows and target.is_contiguous() and target.numel():
+            self._read_run(target.view(-1), index[0].start * self.strides[0] if index else 0)
+        else:
+            target.copy_(self.read(index))
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Return whether its elements follow each other."""
+        return self.strides == type(self).contiguous(self.path, 0, self.shape, self.dtype).strides
+
+    def _read_run(self, elements: Tensor, first: int) -> None:
+        """Read elements that follow each other, from element `first` on."""
         buffer = memoryview(elements.view(torch.uint8).numpy().data)
         with self.path.open("rb") as file:
             file.seek(self.start + first * self.dtype.itemsize)
@@ -100,7 +133,6 @@ class FileTensor(Fixed):
                 buffer = buffer[count:]
         if len(buffer):
             raise UserError(f"{self.path}: ends within a tensor; copy the checkpoint again")
-        return elements.as_strided(sizes, self.strides)
 
 
 @dataclass(frozen=True)
@@ -113,6 +145,15 @@ class Piece:
 
     spans: tuple[Spans, ...]
     tensor: StoredTensor
+
+    def touches(self, index: Index) -> bool:
+        """Return whether a block of the whole may have elements of this piece."""
+        return all(
+            along.spans
+            and along.spans[0].whole_start < part.stop
+            and part.start < along.spans[-1].whole.stop
+            for along, part in zip(self.spans, index, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -131,21 +172,20 @@ class JoinedTensor:
     pieces: tuple[Piece, ...]
 
     def read(self, index: Index) -> Tensor:
+        result = torch.empty(sizes_of(index), dtype=self.dtype)
+        self.fill(result, index)
+        return result
+
+    def fill(self, target: Tensor, index: Index) -> None:
         block = [
             Spans((Span(part.start, 0, part.stop - part.start),), size, part.stop - part.start)
             for part, size in zip(index, self.shape, strict=True)
         ]
-        sizes = sizes_of(index)
-        result: Tensor | None = None
         for piece in self.pieces:
-            for source, target in overlaps(piece.spans, block):
-                part = piece.tensor.read(source)
-                if part.shape == sizes:
-                    return part
-                if result is None:
-                    result = torch.empty(sizes, dtype=self.dtype)
-                result[target] = part
-        return torch.empty(sizes, dtype=self.dtype) if result is None else result
+            if not piece.touches(index):  # the most of a stack's pieces: other layers
+                continue
+            for source, place in overlaps(piece.spans, block):
+                read_into(target[place], piece.tensor, source)
 
 
 def join(
@@ -198,6 +238,9 @@ class SelectedTensor:
 
     def read(self, index: Index) -> Tensor:
         return self.stack.read((slice(self.number, self.number + 1), *index))[0]
+
+    def fill(self, target: Tensor, index: Index) -> None:
+        read_into(target.unsqueeze(0), self.stack, (slice(self.number, self.number + 1), *index))
 
 
 @dataclass(frozen=True)
