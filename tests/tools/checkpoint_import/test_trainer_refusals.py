@@ -90,6 +90,7 @@ MEGATRON_DEEPSPEED = [
     ({"num_layers": 2}, None, "tensors are unknown, such as decoder.layers.2"),
     ({}, remove("layer_03-model_01-model_states.pt"), "layer_03-model_01-model.* is missing"),
     ({}, rename_all("layer_03", "unknown_03"), "layer_03-model_00-model_states.pt has no"),
+    ({}, lambda folder: (folder / "zero").mkdir(), "universal checkpoints of this trainer are not"),
     ({}, truncate("layer_03-model_01*"), "layer_03-model_01-model_states.pt: cannot be read"),
 ]
 
@@ -147,6 +148,7 @@ NEOX: list[Any] = [
     ({"norm": "scalenorm"}, None, "norm"),
     ({"attention_config": [[["sparse_fixed"], 3]]}, None, "attention_config"),
     ({"train_impl": "rm"}, None, "train_impl"),
+    ({"intermediate_size": "wide"}, None, "intermediate_size .*wide.* is no size"),
     ({"rms-norm-epsilon": "small"}, None, "rms_norm_epsilon .*small.* is no number"),
     ({"mlp_multiple_of": 64}, None, "linear1.weight: expected shape"),
     ({}, lambda folder: (folder / "configs/model.yml").write_text("a: [1"), "model.yml: cannot"),
@@ -196,6 +198,8 @@ NANOTRON: list[Any] = [
     (change_config(is_llama_config="absent"), "is neither is_llama_config nor"),
     (change_config(hidden_size="absent"), "has no hidden_size; give a config.json"),
     (change_config(num_hidden_layers=4), "no tensor model.decoder.3"),
+    (change_config(num_attention_heads="4"), "num_attention_heads .*4.* is no size"),
+    (change_config(hidden_size=33), "hidden_size .*33"),
     (change_config(num_key_value_heads=4), "qkv_proj.weight: expected shape"),
     (
         lambda folder: (folder / "config.yaml").write_text("model: {init_method: {use_mup: true}}"),
@@ -230,12 +234,12 @@ OLMO: dict[str, Any] = {
                 "n_heads": 2,
                 "bias": False,
                 "rope": {"theta": 500},
-                "qk_norm": {"name": "rms"},
+                "qk_norm": {"name": "rms", "eps": 1e-6},
             },
             "feed_forward": {"hidden_size": 16, "name": "default", "bias": False},
             "layer_norm": {"name": "rms", "eps": 1e-6, "bias": False},
         },
-        "lm_head": {"bias": False},
+        "lm_head": {"bias": False, "layer_norm": {"name": "rms", "eps": 1e-6}},
     },
     "train_module": {"max_sequence_length": 16},
 }
@@ -250,6 +254,7 @@ OLMO_CASES: list[Any] = [
     ("model.block.sequence_mixer.sliding_window", {"pattern": [4, 8]}, "sliding_window.pattern"),
     ("model.block.feed_forward_moe", {"num_experts": 4}, "model.block.feed_forward_moe"),
     ("model.block.layer_norm.name", "l2_norm", "model.block.layer_norm.name"),
+    ("model.lm_head.layer_norm.eps", 1e-5, "model.lm_head.layer_norm.eps 1e-05"),
     ("model.block_overrides", {"0": {}}, "model.block_overrides"),
     ("model.block.feed_forward.hidden_size", None, "has no model.block.feed_forward.hidden_size"),
     ("train_module", None, "has no train_module.max_sequence_length"),

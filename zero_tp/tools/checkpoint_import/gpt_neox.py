@@ -23,6 +23,7 @@ from zero_tp.tools.checkpoint_import.layer_files import (
     join_all,
     layer_numbers,
     read_ranks,
+    rename,
 )
 from zero_tp.tools.checkpoint_import.source import (
     OUR_LAYER,
@@ -113,14 +114,15 @@ def _usual_names(folder: Path, tensors: Mapping[str, StoredTensor]) -> dict[str,
         "input_layernorm.weight",
     )
     numbers = layer_numbers(folder, numbered, inside)
-    usual = {}
-    for stored_name, tensor in numbered.items():
+
+    def new_name(stored_name: str) -> str:
         number, _, inner = stored_name.partition(".")
         name = f"layers.{numbers[number]}.{inner}" if number in numbers else inner
         for pattern, new in _FORMER:
             name = re.sub(pattern, new, name)
-        usual[name] = tensor
-    return usual
+        return name
+
+    return rename(folder, numbered, new_name)
 
 
 def _join(

@@ -6,14 +6,15 @@ Source: EleutherAI/gpt-neox at ea7aefd (`megatron/neox_arguments/neox_args.py` f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from zero_tp.base.errors import UserError, first_line, shown
+from zero_tp.tools.checkpoint_import.recorded_fields import RecordedFields, derive_config
 
 # A setting that no family of these has → its values in those that are read; the first is the
 # trainer's default.
@@ -54,46 +55,6 @@ def recorded_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-class _Settings:
-    """Settings of which a missing one is an error that names it."""
-
-    def __init__(self, settings: Mapping[str, Any], folder: Path) -> None:
-        self.settings = settings
-        self.folder = folder
-
-    def get(self, name: str, default: Any = None) -> Any:
-        value = self.settings.get(name)
-        return default if value is None else value
-
-    def __getitem__(self, name: str) -> Any:
-        value = self.get(name)
-        if value is None:
-            raise UserError(
-                f"{self.folder}: its settings have no {name}; give a config.json of the model with "
-                "--config"
-            )
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        """Return a setting; YAML takes 1e-5 for a text."""
-        value = self.get(name, default)
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise UserError(
-                f"{self.folder}: {name} {shown(value)} is no number; give a config.json of the "
-                "model with --config"
-            ) from None
-
-    def require(self, name: str, values: tuple[Any, ...], default: Any) -> None:
-        """Refuse a setting of another value."""
-        if self.get(name, default) not in values:
-            raise UserError(
-                f"{self.folder}: {name} {shown(self.get(name, default))}: no family is derived "
-                "from it; give a config.json of the model with --config"
-            )
-
-
 def config_of(
     recorded: Mapping[str, Any], vocabulary: int | None, folder: Path
 ) -> PretrainedConfig:
@@ -105,7 +66,7 @@ def config_of(
     Raises:
         UserError: a setting is missing, or no family that is derived here has such layers.
     """
-    settings = _Settings(recorded, folder)
+    settings = RecordedFields(recorded, folder)
     if "pos_emb" not in recorded:
         raise UserError(
             f"{folder}: has no configs/ with pos_emb; give a config.json of the model with --config"
@@ -126,24 +87,30 @@ def config_of(
         "tie_word_embeddings": not settings.get("no_weight_tying", False),
         "attention_bias": settings.get("use_bias_in_attn_linear", True),
     }
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     model_type = "gpt_neox" if norm == "layernorm" else "llama"
     known |= (_neox if norm == "layernorm" else _llama)(settings)
-    return AutoConfig.for_model(model_type, **known, **ids)
+    return derive_config(model_type, folder, known)
 
 
-def _check_attention(settings: _Settings) -> None:
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts of nested lists, such as [[["global", "flash"], 12]]."""
+    if isinstance(value, str):
+        yield value
+    for inner in value if isinstance(value, list) else ():
+        yield from _texts(inner)
+
+
+def _check_attention(settings: RecordedFields) -> None:
     """Refuse sparse and linear attention."""
-    for kinds, _ in settings.get("attention_config", []):
-        for kind in kinds if isinstance(kinds, list) else [kinds]:
-            if kind not in ("global", "flash"):
-                raise UserError(
-                    f"{settings.folder}: attention_config {shown(kind)}: no family is derived from "
-                    "it; give a config.json of the model with --config"
-                )
+    for kind in _texts(settings.get("attention_config", [])):
+        if kind not in ("global", "flash"):
+            raise UserError(
+                f"{settings.path}: attention_config {shown(kind)}: no family is derived from it; "
+                "give a config.json of the model with --config"
+            )
 
 
-def _neox(settings: _Settings) -> dict[str, Any]:
+def _neox(settings: RecordedFields) -> dict[str, Any]:
     """Return the fields of GPTNeoXForCausalLM."""
     settings.require("activation", ("gelu",), "gelu")
     settings.require("mlp_type", ("regular",), "regular")
@@ -166,7 +133,7 @@ def _neox(settings: _Settings) -> dict[str, Any]:
     }
 
 
-def _llama(settings: _Settings) -> dict[str, Any]:
+def _llama(settings: RecordedFields) -> dict[str, Any]:
     """Return the fields of LlamaForCausalLM."""
     former = settings.get("mlp_type", "regular") == "llama"
     activations = ("silu", "swiglu") if former else ("swiglu",)
@@ -187,19 +154,19 @@ def _rounded(size: int, multiple: int) -> int:
     return multiple * ((size + multiple - 1) // multiple)
 
 
-def _width(settings: _Settings) -> int:
+def _width(settings: RecordedFields) -> int:
     """Return the width of an MLP without a gate."""
-    size = settings.get("intermediate_size") or 4 * settings["hidden_size"]
-    return _rounded(size, 2 * settings.get("mlp_multiple_of", 1))
+    size = settings.size("intermediate_size", 4 * settings.size("hidden_size"))
+    return _rounded(size, 2 * settings.size("mlp_multiple_of", 1))
 
 
-def _gated_width(settings: _Settings) -> int:
+def _gated_width(settings: RecordedFields) -> int:
     """Return the width of a gated MLP, a third of what is set, so that parameters stay equal."""
-    size = settings.get("intermediate_size") or 4 * settings["hidden_size"]
-    return _rounded(int(size * 2 / 3) // 2, settings.get("mlp_multiple_of", 1))
+    size = settings.size("intermediate_size", 4 * settings.size("hidden_size"))
+    return _rounded(int(size * 2 / 3) // 2, settings.size("mlp_multiple_of", 1))
 
 
-def _former_width(settings: _Settings) -> int:
+def _former_width(settings: RecordedFields) -> int:
     """Return the width of releases before September 2024."""
-    size = settings.get("intermediate_size")
-    return size or _rounded(int(2 * settings["hidden_size"] * 4 / 3), 256)
+    default = _rounded(int(2 * settings.size("hidden_size") * 4 / 3), 256)
+    return settings.size("intermediate_size", default)

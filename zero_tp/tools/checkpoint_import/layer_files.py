@@ -63,6 +63,11 @@ def read_ranks(folder: Path) -> RankTensors:
     Raises:
         UserError: files are missing or damaged; the weights are sharded by ZeRO-3, or experts.
     """
+    if (folder / "zero").is_dir():
+        raise UserError(
+            f"{folder}: universal checkpoints of this trainer are not read; give the step that it "
+            "was made of"
+        )
     experts = files_like(folder, EXPERT_FILE)
     if experts:
         raise UserError(f"{experts[0]}: experts of DeepSpeed are not read; give a dense model")
@@ -104,6 +109,25 @@ def _check_places(folder: Path, places: set[tuple[int, ...]]) -> None:
                     f"{folder}: {prefix}{'-' if layer else '_'}model_states.pt is missing; copy "
                     "the checkpoint again"
                 )
+
+
+def rename(
+    folder: Path, tensors: Mapping[str, StoredTensor], new_name: Callable[[str], str]
+) -> LayerTensors:
+    """Return tensors by other names.
+
+    Raises:
+        UserError: two have one name then.
+    """
+    renamed: LayerTensors = {}
+    for name, tensor in tensors.items():
+        new = new_name(name)
+        if new in renamed:
+            raise UserError(
+                f"{folder}: {name} is a second {new}, which no family of this trainer has"
+            )
+        renamed[new] = tensor
+    return renamed
 
 
 def layer_numbers(folder: Path, names: Mapping[str, Any], inside: str) -> dict[str, int]:

@@ -24,6 +24,7 @@ from zero_tp.tools.checkpoint_import.layer_files import (
     join_all,
     layer_numbers,
     read_ranks,
+    rename,
 )
 from zero_tp.tools.checkpoint_import.megatron_config import config_of
 from zero_tp.tools.checkpoint_import.source import Checkpoint, SourceWeight
@@ -86,9 +87,7 @@ def open_megatron_deepspeed(
             "parts, which no class computes"
         )
     numbers = layer_numbers(folder, files.ranks[0], INSIDE) if files.pipelines else {}
-    ranks = [
-        {_usual(name, numbers): tensor for name, tensor in rank.items()} for rank in files.ranks
-    ]
+    ranks = [rename(folder, rank, partial(_usual, numbers=numbers)) for rank in files.ranks]
     gated = bool(args.get("swiglu"))
     return Checkpoint(
         trainer="megatron-deepspeed",

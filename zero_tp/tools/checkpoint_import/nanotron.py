@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
-from zero_tp.base.errors import UserError, first_line, shown
+from zero_tp.base.errors import UserError, first_line
 from zero_tp.base.strict_json import read_json
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.parallel.spans import Span, Spans
+from zero_tp.tools.checkpoint_import.recorded_fields import RecordedFields, derive_config
 from zero_tp.tools.checkpoint_import.safetensors_file import SafetensorsFile, open_safetensors
 from zero_tp.tools.checkpoint_import.source import (
     OUR_LAYER,
@@ -127,37 +128,29 @@ def config_of(recorded: Mapping[str, Any], vocabulary: int | None, path: Path) -
         UserError: a field is missing, or no family that is derived here has such layers.
     """
 
-    def required(name: str) -> Any:
-        if recorded.get(name) is None:
-            raise UserError(f"{path}: has no {name}; give a config.json of the model with --config")
-        return recorded[name]
-
+    fields = RecordedFields(recorded, path)
     for name, values in _PLAIN.items():
-        if name in recorded and recorded[name] not in values:
-            raise UserError(
-                f"{path}: {name} {shown(recorded[name])}: no family is derived from it; give a "
-                "config.json of the model with --config"
-            )
-    heads, layers = required("num_attention_heads"), required("num_hidden_layers")
+        fields.require(name, values, values[0])
+    heads, layers = fields.size("num_attention_heads"), fields.size("num_hidden_layers")
+    rotary = {"rope_type": "default", "rope_theta": fields.number("rope_theta")}
     known = {
-        "vocab_size": vocabulary or required("vocab_size"),
-        "hidden_size": required("hidden_size"),
-        "intermediate_size": required("intermediate_size"),
+        "vocab_size": vocabulary or fields["vocab_size"],
+        "hidden_size": fields["hidden_size"],
+        "intermediate_size": fields["intermediate_size"],
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": recorded.get("num_key_value_heads") or heads,
-        "max_position_embeddings": required("max_position_embeddings"),
-        "rms_norm_eps": required("rms_norm_eps"),
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(required("rope_theta"))},
-        "tie_word_embeddings": bool(recorded.get("tie_word_embeddings")),
+        "num_key_value_heads": fields.get("num_key_value_heads", heads),
+        "max_position_embeddings": fields["max_position_embeddings"],
+        "rms_norm_eps": fields["rms_norm_eps"],
+        "rope_parameters": rotary,
+        "tie_word_embeddings": fields.get("tie_word_embeddings", False),
     }
     model_type = _family(recorded, path)
     if model_type == "smollm3":
-        every = recorded["no_rope_layer"]
+        every = fields.size("no_rope_layer")
         known["no_rope_layers"] = [int((layer + 1) % every != 0) for layer in range(layers)]
         known["no_rope_layer_interval"] = every
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    return AutoConfig.for_model(model_type, **known, **ids)
+    return derive_config(model_type, path, known)
 
 
 def _family(recorded: Mapping[str, Any], path: Path) -> str:

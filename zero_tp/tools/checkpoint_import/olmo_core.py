@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from zero_tp.base.errors import UserError, shown
 from zero_tp.base.strict_json import read_json
@@ -19,6 +19,7 @@ from zero_tp.tools.checkpoint_import.distributed_checkpoint import (
     is_distributed,
     open_distributed,
 )
+from zero_tp.tools.checkpoint_import.recorded_fields import RecordedFields, derive_config
 from zero_tp.tools.checkpoint_import.source import (
     OUR_LAYER,
     Checkpoint,
@@ -31,9 +32,10 @@ LAYER = "blocks.{layer}."
 HEAD = "lm_head.w_out.weight"
 BLOCKS = {"default": "sequential", "reordered_norm": "output_norm"}
 """Name of a block in the config → the layer of a spec."""
+NORMS = ("rms", "fused_rms", "cute_rms")
 # A setting that no family of these has → its value in those that are read.
 _PLAIN: dict[str, tuple[Any, ...]] = {
-    "attention.name": ("default",),
+    "attention.name": (None, "default"),
     "attention.bias": (False,),
     "attention.gate": (None,),
     "attention.clip_qkv": (None,),
@@ -43,13 +45,13 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "attention.rope.scaling": (None,),
     "attention.rope.no_global_rope": (None, False),
     "attention.rope.partial_rotary_factor": (None, 1.0),
-    "feed_forward.name": ("default",),
+    "feed_forward.name": (None, "default"),
     "feed_forward.bias": (False,),
     "feed_forward.activation": (None, "silu"),
     "feed_forward_moe": (None,),
     "attention_residual_alpha": (None,),
     "feed_forward_residual_alpha": (None,),
-    "layer_norm.name": ("rms", "fused_rms", "cute_rms"),
+    "layer_norm.name": NORMS,
     "layer_norm.bias": (False,),
 }
 
@@ -105,7 +107,7 @@ def _check_block(
     model: Mapping[str, Any], spec: TransformerSpec, config: PretrainedConfig, path: Path
 ) -> None:
     """Refuse norms at other places, whose names and shapes are the same."""
-    name = _nested(model, "block.name")
+    name = RecordedFields(model, path).get("block.name")
     if name in BLOCKS and BLOCKS[name] != spec.layer:
         raise UserError(
             f"{path}: block.name {shown(name)} has its norms at other places than "
@@ -113,46 +115,14 @@ def _check_block(
         )
 
 
-def _nested(fields: Any, name: str) -> Any:
-    """Return the field of nested objects that dots name; None if it is missing."""
-    for part in name.split("."):
-        fields = fields.get(part) if isinstance(fields, dict) else None
-    return fields
+class _Model(RecordedFields):
+    """The config of a model. Older releases call `sequence_mixer` `attention`."""
 
-
-class _Model:
-    """The config of a model, of which a missing field is an error that names it."""
-
-    def __init__(self, recorded: Mapping[str, Any], path: Path) -> None:
-        self.recorded = recorded
-        self.path = path
-
-    def get(self, name: str) -> Any:
-        """Return a field; None if it is missing. Older releases call `sequence_mixer`
-        `attention`.
-        """
-        value = _nested(self.recorded, f"model.{name}")
+    def get(self, name: str, default: Any = None) -> Any:
+        value = super().get(name)
         if value is None and "block.attention" in name:
-            new = name.replace("block.attention", "block.sequence_mixer")
-            value = _nested(self.recorded, f"model.{new}")
-        return value
-
-    def __getitem__(self, name: str) -> Any:
-        value = self.get(name)
-        if value is None:
-            raise UserError(
-                f"{self.path}: has no model.{name}; give a config.json of the model with --config"
-            )
-        return value
-
-    def require(self, name: str, values: tuple[Any, ...]) -> None:
-        """Refuse a field of another value."""
-        value = self.get(name)
-        if value not in values:
-            raise UserError(
-                f"{self.path}: model.{name} {shown(value)}: no family is derived from it; give a "
-                "config.json of the model with --config"
-            )
+            value = super().get(name.replace("block.attention", "block.sequence_mixer"))
+        return default if value is None else value
 
 
 def config_of(recorded: Mapping[str, Any], vocabulary: int | None, path: Path) -> PretrainedConfig:
@@ -164,43 +134,40 @@ def config_of(recorded: Mapping[str, Any], vocabulary: int | None, path: Path) -
     Raises:
         UserError: a size is missing, or no family that is derived here has such layers.
     """
-    model = _Model(recorded, path)
-    for name in ("name", "block.name"):
-        model.require(name, {"name": ("default",), "block.name": tuple(BLOCKS)}[name])
+    whole = RecordedFields(recorded, path)
+    model = _Model(whole["model"], path, "model.")
+    model.require("name", (None, "default"))
+    model.require("block.name", tuple(BLOCKS))
     for name in ("embedding_norm", "embed_scale", "block_pattern", "block_overrides"):
         model.require(name, (None,))
     for name, values in _PLAIN.items():
         model.require(f"block.{name}", values)
     model.require("lm_head.bias", (False,))
-    heads = model["block.attention.n_heads"]
-    length = _nested(recorded, "train_module.max_sequence_length")
-    length = length or _nested(recorded, "dataset.sequence_length")
-    if length is None:
-        raise UserError(
-            f"{path}: has no train_module.max_sequence_length; give a config.json of the model "
-            "with --config"
-        )
-    rotary = {"rope_type": "default", "rope_theta": float(model["block.attention.rope.theta"])}
+    epsilon = model["block.layer_norm.eps"]
+    for name in ("lm_head.layer_norm", "block.attention.qk_norm"):
+        if model.get(name) is not None:
+            model.require(f"{name}.name", NORMS)
+            model.require(f"{name}.eps", (epsilon,))
+    heads, hidden = model.size("block.attention.n_heads"), model.size("d_model")
+    length = whole.get("dataset.sequence_length") or whole["train_module.max_sequence_length"]
+    rotary = {"rope_type": "default", "rope_theta": model.number("block.attention.rope.theta")}
     windows = _windows(model)
-    if windows:
-        rotary = dict.fromkeys(("full_attention", "sliding_attention"), rotary)
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    return AutoConfig.for_model(
-        _family(model),
-        vocab_size=vocabulary or model["vocab_size"],
-        hidden_size=model["d_model"],
-        num_hidden_layers=model["n_layers"],
-        num_attention_heads=heads,
-        num_key_value_heads=model.get("block.attention.n_kv_heads") or heads,
-        head_dim=model.get("block.attention.head_dim") or model["d_model"] // heads,
-        intermediate_size=model["block.feed_forward.hidden_size"],
-        max_position_embeddings=length,
-        rms_norm_eps=model["block.layer_norm.eps"],
-        rope_parameters=rotary,
-        tie_word_embeddings=bool(model.get("tie_word_embeddings")),
+    by_type = dict.fromkeys(("full_attention", "sliding_attention"), rotary)
+    fields = {
+        "vocab_size": vocabulary or model["vocab_size"],
+        "hidden_size": hidden,
+        "num_hidden_layers": model.size("n_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": model.size("block.attention.n_kv_heads", heads),
+        "head_dim": model.size("block.attention.head_dim", hidden // heads),
+        "intermediate_size": model["block.feed_forward.hidden_size"],
+        "max_position_embeddings": length,
+        "rms_norm_eps": epsilon,
+        "rope_parameters": by_type if windows else rotary,
+        "tie_word_embeddings": model.get("tie_word_embeddings", False),
         **windows,
-        **ids,
-    )
+    }
+    return derive_config(_family(model), path, fields)
 
 
 def _family(model: _Model) -> str:
@@ -231,7 +198,7 @@ def _windows(model: _Model) -> dict[str, Any]:
     sizes = {size for size in pattern if size != -1}
     if len(sizes) != 1:
         model.require(f"{name}.pattern", ())
-    layers = model["n_layers"]
+    layers = model.size("n_layers")
     full = set[int]()
     # Both are true by default, and a full first layer begins the pattern after it.
     first, last = (
