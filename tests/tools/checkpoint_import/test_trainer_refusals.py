@@ -20,7 +20,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.tools.checkpoint_import.formats import open_checkpoint
 from zero_tp.tools.checkpoint_import.source import ParameterReader
 
-pytestmark = THOROUGH
+pytestmark = [THOROUGH, pytest.mark.filterwarnings("ignore:torch.distributed is")]
 Change = Callable[[Path], None]
 
 
@@ -199,7 +199,7 @@ NANOTRON: list[Any] = [
     (change_config(hidden_size="absent"), "has no hidden_size; give a config.json"),
     (change_config(num_hidden_layers=4), "no tensor model.decoder.3"),
     (change_config(num_attention_heads="4"), "num_attention_heads .*4.* is no size"),
-    (change_config(hidden_size=33), "hidden_size .*33"),
+    (change_config(hidden_size=33), "json: hidden_size: LlamaConfig refuses it .*33"),
     (change_config(num_key_value_heads=4), "qkv_proj.weight: expected shape"),
     (
         lambda folder: (folder / "config.yaml").write_text("model: {init_method: {use_mup: true}}"),

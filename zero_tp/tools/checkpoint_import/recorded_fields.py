@@ -8,7 +8,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError, UserError, shown
+from zero_tp.base.validation import with_keys
 from zero_tp.model.architectures.configs import TOKEN_IDS, config_from_block
 
 REMEDY = "give a config.json of the model with --config"
@@ -80,4 +82,5 @@ def derive_config(model_type: str, path: Path, fields: Mapping[str, Any]) -> Pre
     try:
         return config_from_block({"model_type": model_type, **fields, **ids})
     except ConfigError as error:
-        raise UserError(f"{path}: {error}; {REMEDY}") from error
+        own = with_keys(error, lambda name: name.removeprefix(f"{MODEL_KEY}."))
+        raise UserError(f"{path}: {own}; {REMEDY}") from error
