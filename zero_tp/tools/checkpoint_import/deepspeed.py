@@ -99,7 +99,9 @@ def _states_problem(states: TrainingState) -> str:
     if tuple(states.moments) != MOMENTS:
         return f"only exp_avg and exp_avg_sq of Adam are kept, and the states are {kinds}"
     settings = [group.settings for group in states.groups]
-    if not all({"betas", "eps", "weight_decay", "lr"} <= group.keys() for group in settings):
+    if not settings or not all(
+        {"betas", "eps", "weight_decay", "lr"} <= group.keys() for group in settings
+    ):
         return "the optimizer's groups lack betas, eps, weight_decay or lr"
     if any(
         (group["betas"], group["eps"]) != (settings[0]["betas"], settings[0]["eps"])
@@ -146,7 +148,7 @@ def _states(
         steps=states.steps,
         counters=counters,
         loss_scale=states.loss_scale,
-        schedule_start=_schedule_start(saved, counters),
+        schedule_start=_schedule_start(saved, counters, folder),
         zero_stage=states.stage,
         dtype=states.dtype,
     )
@@ -162,7 +164,9 @@ def _is_decoupled(states: TrainingState) -> bool | None:
     return None if decoupled is None else bool(decoupled)
 
 
-def _schedule_start(saved: Mapping[str, Any], counters: Mapping[str, int]) -> int | None:
+def _schedule_start(
+    saved: Mapping[str, Any], counters: Mapping[str, int], folder: Path
+) -> int | None:
     """Return the number of updates before step 1 of a run's schedule that continues this one.
 
     The next rate of a warm-up after 10 updates, by iterations of DeepSpeed's schedule and here:
@@ -174,11 +178,21 @@ def _schedule_start(saved: Mapping[str, Any], counters: Mapping[str, int]) -> in
     if not isinstance(schedule, dict):
         return None
     updates = counters["global_steps"] - counters["skipped_steps"]
-    if "last_batch_iteration" not in schedule:
-        return updates + 1 - int(schedule["last_epoch"]) if "last_epoch" in schedule else None
-    block = (saved.get("ds_config") or {}).get("scheduler") or {}
-    ahead = block.get("type") in ONE_STEP_AHEAD
-    return updates + 1 - int(schedule["last_batch_iteration"]) - ahead
+    if "last_batch_iteration" in schedule:
+        block = (saved.get("ds_config") or {}).get("scheduler") or {}
+        position = int(schedule["last_batch_iteration"]) + (block.get("type") in ONE_STEP_AHEAD)
+    elif "last_epoch" in schedule:
+        position = int(schedule["last_epoch"])
+    else:
+        return None
+    # The next step gets the schedule's value at `position`.
+    start = updates + 1 - position
+    if not 0 <= start <= updates:
+        raise UserError(
+            f"{folder}: its schedule is at {position} after {updates} updates, which no run of one "
+            "schedule reaches; take another step"
+        )
+    return start
 
 
 def find_config(folder: Path, saved: Mapping[str, Any]) -> PretrainedConfig:
