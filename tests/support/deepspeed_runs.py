@@ -5,7 +5,10 @@ and written.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +30,7 @@ class PlainRun:
         frozen: ends of names that are not trained.
         grouped: vectors are a group of their own, without decay.
         wrapped: the model is in a module of the client's.
-        inner: the base class, which has no head.
+        backwards: the optimizer has the parameters from the last to the first.
         settings: more of DeepSpeed's config.
     """
 
@@ -38,6 +41,7 @@ class PlainRun:
     frozen: tuple[str, ...] = ()
     grouped: bool = False
     wrapped: bool = False
+    backwards: bool = False
     accumulation: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -74,6 +78,25 @@ class Wrapped(nn.Module):
         return self.net(tokens)
 
 
+def llama(chance: random.Random, **changes: Any) -> dict[str, Any]:
+    """Fields of a Llama of drawn sizes, of which no matrix divides by the ranks as a rule."""
+    groups, queries = chance.choice((1, 2, 3)), chance.choice((1, 2, 3))
+    heads = groups * queries
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": chance.choice((1, 2, 3)),
+        "hidden_size": heads * chance.choice((3, 5, 7)),
+        "head_dim": 2 * chance.choice((1, 3)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "intermediate_size": chance.randrange(9, 30),
+        "vocab_size": chance.randrange(31, 90),
+        "max_position_embeddings": 32,
+        "tie_word_embeddings": False,
+        **changes,
+    }
+
+
 def hf_config(fields: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
@@ -95,7 +118,7 @@ def build(run: PlainRun, batch: int, **changes: Any) -> Any:
     if run.wrapped:
         model = Wrapped(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups: Any = trained
+    groups: Any = trained[::-1] if run.backwards else trained
     if run.grouped:
         # The vectors first, so that the order of groups is not that of the model.
         groups = [
@@ -209,4 +232,17 @@ def reference_weights(folder: Path) -> dict[str, Tensor]:
     return dict(get_fp32_state_dict_from_zero_checkpoint(str(folder)))
 
 
-Write = Callable[[PlainRun, Path], None]
+def universal(source: Path, output: Path) -> Path:
+    """Convert the folder of a step with DeepSpeed's own tool."""
+    words = ["--input_folder", source, "--output_folder", output, "--inject_missing_state"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"),
+            *map(str, words),
+            *("--num_extract_workers", "1", "--num_merge_workers", "1"),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return output

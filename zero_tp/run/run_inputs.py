@@ -37,8 +37,8 @@ from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.model.architectures.configs import check_unchanged, fields_of
 from zero_tp.model.weights.load import PretrainedSource
 from zero_tp.parallel.topology import Topology
+from zero_tp.run.checkpoint.check_imported import check_imported
 from zero_tp.run.checkpoint.directory import complete_steps
-from zero_tp.run.checkpoint.imported import check_imported
 from zero_tp.run.checkpoint.manifest import Manifest, content_hash
 from zero_tp.run.config import RunConfig
 from zero_tp.run.config.stages import stage_model

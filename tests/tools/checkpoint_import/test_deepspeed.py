@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,11 @@ from torch import Tensor
 from tests.support.deepspeed_runs import (
     PlainRun,
     hf_config,
+    llama,
     reference_weights,
     rows_of,
     train_and_save,
+    universal,
     write_hf_config,
 )
 from tests.support.native import native_model, perturbed
@@ -35,25 +35,6 @@ from zero_tp.tools.checkpoint_import.formats import open_checkpoint
 from zero_tp.tools.checkpoint_import.importing import import_checkpoint
 
 STEP = "global_step2"
-
-
-def llama(chance: random.Random, **changes: Any) -> dict[str, Any]:
-    """Fields of a Llama of drawn sizes, of which no matrix divides by the ranks as a rule."""
-    groups, queries = chance.choice((1, 2, 3)), chance.choice((1, 2, 3))
-    heads = groups * queries
-    return {
-        "model_type": "llama",
-        "num_hidden_layers": chance.choice((1, 2, 3)),
-        "hidden_size": heads * chance.choice((3, 5, 7)),
-        "head_dim": 2 * chance.choice((1, 3)),
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "intermediate_size": chance.randrange(9, 30),
-        "vocab_size": chance.randrange(31, 90),
-        "max_position_embeddings": 32,
-        "tie_word_embeddings": False,
-        **changes,
-    }
 
 
 def saved(ranks: Pools, run: PlainRun, folder: Path, chance: random.Random, world: int = 2) -> Path:
@@ -141,10 +122,12 @@ def test_the_bits_are_those_of_zero_to_fp32(
 
 
 @THOROUGH
-@pytest.mark.parametrize("world", [1, 3])
-def test_any_number_of_ranks(ranks: Pools, tmp_path: Path, seed: int, world: int) -> None:
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (3, 2), (3, 3)])
+def test_any_number_of_ranks(
+    ranks: Pools, tmp_path: Path, seed: int, world: int, stage: int
+) -> None:
     chance = random.Random(seed)
-    run = PlainRun(llama(chance), chance.choice((1, 2, 3)), "bf16", chance.randrange(1000))
+    run = PlainRun(llama(chance), stage, "bf16", chance.randrange(1000))
     source = saved(ranks, run, tmp_path / "source", chance, world)
     check_equal(exported(source / STEP, tmp_path / "out"), reference_weights(source))
 
@@ -167,20 +150,21 @@ def test_without_zero(ranks: Pools, tmp_path: Path, seed: int, dtype: str) -> No
         assert torch.equal(flat, torch.cat([written[name].flatten() for name in module]))
 
 
-def universal(source: Path, output: Path) -> Path:
-    """Convert the folder of a step with DeepSpeed's own tool."""
-    words = ["--input_folder", source, "--output_folder", output, "--inject_missing_state"]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"),
-            *map(str, words),
-            *("--num_extract_workers", "1", "--num_merge_workers", "1"),
-        ],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return output
+@THOROUGH
+def test_masters_without_names_are_compared(ranks: Pools, tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    run = PlainRun(llama(chance), 0, "bf16", chance.randrange(1000), backwards=True)
+    source = saved(ranks, run, tmp_path / "source", chance)
+    with pytest.raises(UserError, match="the masters are not in the model's order"):
+        exported(source, tmp_path / "out")
+    run = replace(run, backwards=False, grouped=True)
+    source = saved(ranks, run, tmp_path / "grouped", chance)
+    checkpoint = open_checkpoint(source)
+    assert "the weights are the rounded ones" in checkpoint.notes[0]
+    import_checkpoint(checkpoint, tmp_path / "rounded")
+    module = torch.load(next(source.glob("*/*.pt")), weights_only=False)["module"]
+    written = load_file(tmp_path / "rounded" / "model.safetensors")
+    assert all(torch.equal(written[name], module[name]) for name in module)
 
 
 @THOROUGH

@@ -20,9 +20,11 @@ from tests.support.deepspeed_runs import (
     LEARNING_RATE,
     PlainRun,
     hf_config,
+    llama,
     load_and_train,
     rows_of,
     train_and_save,
+    universal,
     write_hf_config,
 )
 from tests.support.launched import metrics_of, pretrain, zero_tp
@@ -33,11 +35,10 @@ from tests.support.settings import fp16_supported
 from tests.support.tiny_configs import tiny_fields
 from tests.support.tiny_models import write_corpus
 from tests.tiers import THOROUGH
-from tests.tools.checkpoint_import.test_deepspeed import llama, universal
 from zero_tp.base.errors import UserError
+from zero_tp.run.checkpoint.check_imported import check_imported
 from zero_tp.run.checkpoint.directory import read_manifest, step_directory
 from zero_tp.run.checkpoint.find import find_checkpoint
-from zero_tp.run.checkpoint.imported import check_imported
 from zero_tp.run.checkpoint.manifest import check_same_run
 from zero_tp.run.checkpoint.reader import CheckpointReader
 from zero_tp.run.checkpoint.start_point import Resume

@@ -35,9 +35,9 @@ from zero_tp.parallel.agreement import on_rank_zero
 from zero_tp.parallel.layout import stored_buffers, stored_tensors
 from zero_tp.parallel.parameter import Zeros
 from zero_tp.run.checkpoint import directory
+from zero_tp.run.checkpoint.check_imported import describe_imported
 from zero_tp.run.checkpoint.directory import Damaged
 from zero_tp.run.checkpoint.find import Check, RunCheckpoint, find_checkpoint, find_on_all_ranks
-from zero_tp.run.checkpoint.imported import describe_imported
 from zero_tp.run.checkpoint.manifest import (
     Manifest,
     Parallelism,

@@ -241,12 +241,12 @@ def _partitioned_parameters(
     """
     shapes = [dict(group) for group in saved[0]["param_shapes"]]
     sizes = {name: shape for group in shapes for name, shape in group.items()}
-    masters = _divide_each(
+    masters = _divide_separately(
         folder, [join([*map(flatten, rank["fp32_flat_groups"])]) for rank in ranks], sizes
     )
     base = ranks[0][OPTIMIZER]
     moments = {
-        kind: _divide_each(
+        kind: _divide_separately(
             folder,
             [
                 join(
@@ -294,7 +294,7 @@ def untrained_of(saved: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, 
         others |= (
             {name: pieces[0]}
             if whole
-            else _divide_each(folder, [*map(flatten, pieces)], {name: shape})
+            else _divide_separately(folder, [*map(flatten, pieces)], {name: shape})
         )
     return others
 
@@ -343,7 +343,7 @@ def _divide(
     return tensors
 
 
-def _divide_each(
+def _divide_separately(
     folder: Path, flats: Sequence[StoredTensor], shapes: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
     """Return the parameters of which each rank has a piece, one after the other."""
@@ -432,13 +432,13 @@ def _unpartitioned(folder: Path, saved: Mapping[str, Any]) -> TrainingState:
     notes: tuple[str, ...] = ()
     masters = parameters
     if any(tensor.dtype != torch.float32 for tensor in parameters.values()):
-        found = _unnamed_masters(folder, parameters, saved.get("optimizer") or {})
-        if found is None:
+        masters_in_order = _unnamed_masters(folder, parameters, saved.get("optimizer") or {})
+        if masters_in_order is None:
             notes = (
                 f"{folder}: without ZeRO, DeepSpeed records no names of masters of several groups: "
                 "the weights are the rounded ones",
             )
-        masters = found or parameters
+        masters = masters_in_order or parameters
     return TrainingState(saved, 0, 1, masters, buffers, {}, problem=problem, notes=notes)
 
 
