@@ -31,6 +31,7 @@ class PlainRun:
         grouped: vectors are a group of their own, without decay.
         wrapped: the model is in a module of the client's.
         backwards: the optimizer has the parameters from the last to the first.
+        cosine: transformers' schedule, with this many steps.
         settings: more of DeepSpeed's config.
     """
 
@@ -42,6 +43,7 @@ class PlainRun:
     grouped: bool = False
     wrapped: bool = False
     backwards: bool = False
+    cosine: int | None = None
     accumulation: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -126,8 +128,17 @@ def build(run: PlainRun, batch: int, **changes: Any) -> Any:
             {"params": [p for p in trained if p.dim() > 1], "weight_decay": DECAY},
         ]
     config = run.deepspeed_config(dist.get_world_size(), batch) | changes
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    schedule = None if run.cosine is None else partial(_cosine, run.cosine)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=groups, config=config, lr_scheduler=schedule
+    )
     return engine
+
+
+def _cosine(steps: int, optimizer: Any) -> Any:
+    from transformers import get_scheduler
+
+    return get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=steps)
 
 
 def loss_of(engine: Any, rows: Tensor) -> Tensor:
@@ -164,11 +175,11 @@ def rows_of(run: PlainRun, seed: int, steps: int, batch: int, length: int = 9) -
 def train_and_save(
     run: PlainRun, folder: str, steps: Sequence[Tensor], client: dict[str, Any] | None = None
 ) -> dict[str, dict[str, Tensor]]:
-    """Train on the batches and save; the states."""
+    """Train on the batches and save; the states, none without ZeRO."""
     engine = build(run, len(steps[0]))
     train(engine, steps)
     engine.save_checkpoint(folder, client_state=client or {})
-    return states_of(engine)
+    return states_of(engine) if run.stage else {}
 
 
 def states_of(engine: Any) -> dict[str, dict[str, Tensor]]:

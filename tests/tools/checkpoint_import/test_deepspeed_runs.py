@@ -55,9 +55,21 @@ SCHEDULE = {
 }
 
 
+ONE_CYCLE = {
+    "type": "OneCycle",
+    "params": {
+        **{"cycle_min_lr": 1e-4, "cycle_max_lr": LEARNING_RATE, "cycle_first_step_size": 6},
+        "cycle_momentum": False,
+    },
+}
+
+
 def our_config(run: PlainRun, path: Path, **changes: Any) -> Path:
     """The file of a run that continues: DeepSpeed's blocks, and the model."""
     config = run.deepspeed_config(2, BATCH)
+    if run.cosine is not None:
+        params = {"num_warmup_steps": 2, "num_training_steps": run.cosine}
+        config["scheduler"] = {"type": "cosine", "params": params}
     everything = {"pattern": ".", "weight_decay": DECAY}
     block: dict[str, Any] = {
         "model": run.config,
@@ -127,7 +139,7 @@ def check_states(ours: dict[str, dict[str, Tensor]], theirs: Any, *, exact: bool
     assert ours["master"].keys() == theirs.keys()
 
 
-PLACES: list[dict[str, Any]] = [{}, {"stage": 3}, {"stage": 1, "tensor": 2}, {"stage": 0}]
+PLACES: list[dict[str, Any]] = [{"stage": 2}, {"stage": 3}, {"stage": 1, "tensor": 2}, {"stage": 0}]
 
 
 @THOROUGH
@@ -140,6 +152,8 @@ PLACES: list[dict[str, Any]] = [{}, {"stage": 3}, {"stage": 1, "tensor": 2}, {"s
         (3, "fp32", ("sub_groups", "universal")),
         (1, "fp32", ("universal", "schedule")),
         (2, "bf16", ()),
+        (1, "fp32", ("one cycle",)),
+        (3, "fp32", ("cosine",)),
     ],
 )
 def test_the_next_steps_are_deepspeeds_own(
@@ -151,6 +165,8 @@ def test_the_next_steps_are_deepspeeds_own(
     fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 20}
     fields |= {"intermediate_size": 2 * fields["intermediate_size"]}
     settings: dict[str, Any] = {"scheduler": SCHEDULE} if "schedule" in marks else {}
+    if "one cycle" in marks:
+        settings["scheduler"] = ONE_CYCLE
     if "sub_groups" in marks:
         settings["zero_optimization"] = {"stage": 3, "sub_group_size": 300}
     run = PlainRun(
@@ -159,6 +175,7 @@ def test_the_next_steps_are_deepspeeds_own(
         dtype,
         chance.randrange(1000),
         grouped="grouped" in marks,
+        cosine=10 if "cosine" in marks else None,
         settings=settings,
     )
     corpus(run, tmp_path, chance)
@@ -179,7 +196,7 @@ def test_the_next_steps_are_deepspeeds_own(
     assert manifest.imported is not None and manifest.imported.trainer == checkpoint.trainer
     config = RunConfig.load(path, world_size=2)
     check_imported(tmp_path / "run", manifest, config, config.hf_config())
-    for place in PLACES:
+    for place in ({}, *chance.sample(PLACES, 2)):
         moved = json.loads(path.read_text())
         moved["zero_optimization"]["stage"] = place.get("stage", stage)
         moved["zero_optimization"].pop("sub_group_size", None)
@@ -328,7 +345,7 @@ def test_what_cannot_be_continued_keeps_weights_alone_or_is_refused(
         write_run(open_checkpoint(tmp_path / "frozen"), tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
     plain = PlainRun(fields, 0)
-    ranks(2).run(train_and_save_plain, plain, str(tmp_path / "plain"), seed)
+    ranks(2).run(train_and_save, plain, str(tmp_path / "plain"), rows_of(plain, seed, 2, BATCH))
     write_hf_config(plain, tmp_path / "plain")
     done = zero_tp(tmp_path, "convert", "to-run", "plain", "--output", "run")
     assert done.returncode == 0, done.stderr
@@ -339,14 +356,6 @@ def test_what_cannot_be_continued_keeps_weights_alone_or_is_refused(
         continue_weights, str(our_config(plain, tmp_path / "o.json")), str(tmp_path)
     )
     assert torch.equal(ours[0], ours[1])
-
-
-def train_and_save_plain(run: PlainRun, folder: str, seed: int) -> None:
-    from tests.support.deepspeed_runs import build, train
-
-    engine = build(run, BATCH)
-    train(engine, rows_of(run, seed, 2, BATCH))
-    engine.save_checkpoint(folder)
 
 
 def continue_weights(path: str, folder: str) -> Tensor:

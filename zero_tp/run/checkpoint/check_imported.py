@@ -37,7 +37,7 @@ def check_imported(
         if value != before:
             raise UserError(
                 f"{key}: {shown(value)}, but {source} was trained with {shown(before)}; set it to "
-                "that, or start a new run with other settings with --from"
+                "that, or start a new run from its weights alone (zero-tp convert to-hf)"
             )
     _check_groups(source, optimizer, config, model)
 

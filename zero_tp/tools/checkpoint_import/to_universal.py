@@ -88,6 +88,11 @@ def _check(checkpoint: RunCheckpoint, weights: list[Weight]) -> float:
             f"{checkpoint.path}: the model has the buffer {buffers[0]}, and DeepSpeed loads no "
             "buffers from universal checkpoints; export the weights with to-hf"
         )
+    if manifest.imported is not None:
+        raise UserError(
+            f"{checkpoint.path}: no run has continued it yet; {manifest.imported.checkpoint} is "
+            "what it was converted from"
+        )
     rates = set(manifest.progress.learning_rates)
     if len(rates) != 1:
         raise UserError(
