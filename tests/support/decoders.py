@@ -338,27 +338,34 @@ def margin(logits: torch.Tensor, chosen: int) -> float:
 
 
 def decoder(fields: dict[str, Any], seed: int, attention: str = "sdpa") -> Any:
-    """Hugging Face's model, random everywhere, of the next seeds the first that rounding does not
-    decide.
+    """Hugging Face's model, random everywhere, of `decided_seed`."""
+    return seeded_decoder(fields, decided_seed(fields, seed, attention), attention)
+
+
+def seeded_decoder(fields: dict[str, Any], seed: int, attention: str = "sdpa") -> Any:
+    """Hugging Face's model, random everywhere, of this seed."""
+    if model_type_is_eager(fields):
+        attention = "eager"
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**fields), attn_implementation=attention, dtype=torch.float32
+    ).eval()
+    perturbed(model)
+    shrink_linear_values(model)
+    return model
+
+
+def decided_seed(fields: dict[str, Any], seed: int, attention: str = "sdpa") -> int:
+    """Of the next seeds the first whose model rounding does not decide.
 
     For what `tokens_for` draws then, no expert is chosen by the last bits, and the model's own
     gradients in fp32 are nearer to those in fp64 than a comparison allows.
     """
-    config = AutoConfig.for_model(**fields)
-    if model_type_is_eager(fields):
-        attention = "eager"
     for candidate in range(seed, seed + 50):
-        torch.manual_seed(candidate)
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, dtype=torch.float32
-        ).eval()
-        perturbed(model)
-        shrink_linear_values(model)
-        state = torch.get_rng_state()
+        model = seeded_decoder(fields, candidate, attention)
         tokens = tokens_for(fields)
-        torch.set_rng_state(state)
         if not chooses_by_rounding(model, tokens) and rounds_little(model, tokens):
-            return model
+            return candidate
     raise AssertionError(
         f"rounding decides all models of the seeds {seed} to {candidate}: {fields}"
     )

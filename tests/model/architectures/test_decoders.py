@@ -20,8 +20,10 @@ from tests.support.compare import check_close, grid
 from tests.support.decoders import (
     LENGTH,
     MODEL_TYPES,
+    decided_seed,
     decoder,
     decoder_fields,
+    seeded_decoder,
     tokens_for,
 )
 from tests.support.families import ENCODERS, FAMILIES, model_sizes
@@ -68,9 +70,10 @@ def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str
     hook sums.
 
     Args:
+        seed: a `decided_seed`, which each rank would look for again.
         attention: that of the config.
     """
-    reference = decoder(fields, seed, attention)
+    reference = seeded_decoder(fields, seed, attention)
     tokens = tokens_for(fields)
     expected = reference(input_ids=tokens, labels=tokens)
     expected.loss.backward()
@@ -105,9 +108,8 @@ def test_logits_loss_and_every_gradient(
 ) -> None:
     fields = data.draw(decoder_fields(model_type))
     attention = data.draw(st.sampled_from(["sdpa", "eager"]), label="attention")
-    counts = ranks(world).run(
-        same_as_native, world, fields, data.draw(st.integers(0, 2**31), label="seed"), attention
-    )
+    seed = decided_seed(fields, data.draw(st.integers(0, 2**31), label="seed"), attention)
+    counts = ranks(world).run(same_as_native, world, fields, seed, attention)
     assert counts == counts[:1] * world
     layers = fields.get("num_hidden_layers") or fields["n_layer"]
     replicated = bool(fields.get("num_key_value_heads", world) % world)
@@ -129,7 +131,8 @@ def test_each_family(ranks: Pools, seed: int, world: int, family: str) -> None:
     a padding token.
     """
     fields = model_sizes(seed, family)
-    counts = ranks(world).run(same_as_native, world, fields, seed, "sdpa")
+    decided = decided_seed(fields, seed)
+    counts = ranks(world).run(same_as_native, world, fields, decided, "sdpa")
     assert counts == counts[:1] * world
     # Keys, values and their biases.
     replicated = bool(fields.get("num_key_value_heads", world) % world)
