@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from zero_tp.base.errors import UserError
-from zero_tp.base.strict_json import read_json
-from zero_tp.base.weight_files import INDEX, SINGLE
 from zero_tp.model.architectures import aliases_of, architecture_of, weights_of
 from zero_tp.model.architectures.table import Weight
 from zero_tp.model.weights.load import native_model, open_config
 from zero_tp.model.weights.stacked_experts import divide_by_sizes
+from zero_tp.tools.checkpoint_import.safetensors_file import open_safetensors
+from zero_tp.tools.checkpoint_import.stored_tensors import FileTensor, read_whole, rows_of
 
 TOKENS = 512
 """Tokens of a text that are scored."""
@@ -55,12 +54,10 @@ class WrittenWeights:
 
     def __init__(self, directory: Path, config: PretrainedConfig) -> None:
         self.directory = directory
-        index = directory / INDEX
-        if index.is_file():
-            self.files: Mapping[str, str] = read_json(index)["weight_map"]
-        else:
-            with safe_open(directory / SINGLE, "pt") as file:
-                self.files = dict.fromkeys(file.keys(), SINGLE)
+        self.tensors: dict[str, FileTensor] = {}
+        # Not memory-mapped: pages of a map count as this process's memory.
+        for file in sorted(directory.glob("*.safetensors")):
+            self.tensors |= open_safetensors(file).tensors
         self.stacked = {weight.native_name: weight for weight in weights_of(config)}
         self.aliases = aliases_of(config)
         self.renamed = architecture_of(config).file_names
@@ -70,15 +67,14 @@ class WrittenWeights:
         name = self.aliases.get(name, name)
         name = self.renamed.get(name, name)
         weight = self.stacked.get(name)
-        if name not in self.files and weight is not None:
+        if name not in self.tensors and weight is not None:
             return self._stack(weight)
-        with safe_open(self.directory / self.files[name], "pt") as file:
-            if rows is None:
-                return file.get_tensor(name).float()
-            stored = file.get_slice(name)
-            if isinstance(rows, slice):
-                return stored[rows].float()
-            return torch.cat([stored[row : row + 1] for row in rows.tolist()]).float()
+        stored = self.tensors[name]
+        if rows is None:
+            return read_whole(stored).float()
+        if isinstance(rows, slice):
+            return rows_of(stored, rows).float()
+        return torch.cat([rows_of(stored, slice(row, row + 1)) for row in rows.tolist()]).float()
 
     def _stack(self, weight: Weight) -> Tensor:
         """Return what files have in parts: the matrices of all experts, or convolutions."""
@@ -129,11 +125,13 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the parts of a model that are read at once: each layer, and what is beside them."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) and ".layers." not in f".{name}.":
-            for number, layer in enumerate(module):
-                yield f"{name}.{number}", layer
+    """Yield the layers of a model, which are read one by one."""
+    stacks = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    for name in stacks:
+        # A layer's own list, such as that of its experts, is read with the layer.
+        if not any(name.startswith(f"{outer}.") for outer in stacks):
+            stack = model.get_submodule(name)
+            yield from ((f"{name}.{number}", layer) for number, layer in stack.named_children())
 
 
 def _stream(model: nn.Module, name: str, module: nn.Module, weights: WrittenWeights) -> None:
@@ -177,7 +175,7 @@ def streamed_model(directory: Path) -> Any:
             whole = nn.Parameter(weights.read(parameter_name), requires_grad=False)
             _assign(model, parameter_name, whole)
     for buffer_name, buffer in list(model.named_buffers()):
-        if buffer_name in weights.files:  # a router's bias
+        if buffer_name in weights.tensors:  # a router's bias
             buffer.copy_(weights.read(buffer_name))
     return model
 
