@@ -4,7 +4,7 @@
 
 The packages of checkpoint_packages.txt are installed without their requirements; modules that they
 import and do not need here, such as loggers, are replaced. Logits of the settings' tokens are
-written beside the checkpoint.
+written beside the checkpoint. Ranks of torchrun cut the parameters, as in a real run.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import json
+import os
 import sys
 import types
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 
 class _AnyClass(type):
@@ -82,6 +85,8 @@ def olmo_core(settings: dict[str, Any], folder: Path) -> None:
     tokens = torch.tensor(settings["tokens"])
     model(tokens).float().logsumexp(-1).mean().backward()
     optimizer.step()
+    write_logits(model, tokens, folder)
+    sharded = shard_over_ranks(model)
     states = importlib.import_module("torch.distributed.checkpoint.state_dict")
     options = states.StateDictOptions(flatten_optimizer_state_dict=True, cpu_offload=True)
 
@@ -89,18 +94,18 @@ def olmo_core(settings: dict[str, Any], folder: Path) -> None:
         """What the checkpointer asks of TransformerTrainModule."""
 
         def state_dict_to_save(self) -> dict[str, Any]:
-            return {
-                "model": states.get_model_state_dict(model, options=options),
-                "optim": states.get_optimizer_state_dict(model, optimizer, options=options),
-            }
+            content = {"model": states.get_model_state_dict(model, options=options)}
+            if not sharded:
+                content["optim"] = states.get_optimizer_state_dict(
+                    model, optimizer, options=options
+                )
+            return content
 
     step = folder / "step3"
     checkpoint.Checkpointer(folder / "work").save(step, TrainModule(), {"global_step": 3})
     length = {"max_sequence_length": settings["length"]}
     written = {"model": config.as_config_dict(), "train_module": length}
     (step / "config.json").write_text(json.dumps(written))
-    with torch.no_grad():
-        torch.save(model.eval()(tokens), folder / "logits.pt")
 
 
 def torchtitan(settings: dict[str, Any], folder: Path) -> None:
@@ -154,14 +159,29 @@ def torchtitan(settings: dict[str, Any], folder: Path) -> None:
     tokens = torch.tensor(settings["tokens"])
     model(tokens).float().logsumexp(-1).mean().backward()
     container.step()
+    write_logits(model, tokens, folder)
+    others = {} if shard_over_ranks(model) else {"optimizer": container}
     states = checkpoint.ModelWrapper(model).state_dict()
     train = {"step": 5, "ntokens_seen": 40}
-    content = {**states, "optimizer": container, "train_state": train}
+    content = {**states, **others, "train_state": train}
     importlib.import_module("torch.distributed.checkpoint").save(
         content, checkpoint_id=folder / "step-5"
     )
+
+
+def write_logits(model: torch.nn.Module, tokens: torch.Tensor, folder: Path) -> None:
+    """Write what the trained model computes, before it is cut over ranks."""
     with torch.no_grad():
-        torch.save(model(tokens), folder / "logits.pt")
+        torch.save(model.eval()(tokens), folder / "logits.pt")
+
+
+def shard_over_ranks(model: torch.nn.Module) -> bool:
+    """Cut the model's parameters over the ranks if there are several, as FSDP does."""
+    if not torch.distributed.is_initialized():
+        return False
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    fully_shard(model, mesh=mesh)
+    return True
 
 
 def disturb_norms(model: torch.nn.Module) -> None:
@@ -173,5 +193,7 @@ def disturb_norms(model: torch.nn.Module) -> None:
 
 if __name__ == "__main__":
     trainer, source, target = sys.argv[1:]
+    if "WORLD_SIZE" in os.environ:
+        torch.distributed.init_process_group("gloo")
     with open(source) as file:
         globals()[trainer.replace("-", "_")](json.load(file), Path(target))

@@ -37,13 +37,15 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield folder
 
 
-def write(trainer: str, settings: dict[str, Any], folder: Path, packages: Path) -> Path:
+def write(trainer: str, settings: dict[str, Any], folder: Path, packages: Path, ranks: int) -> Path:
     """Write a checkpoint with the trainer's package; return its folder."""
     source = folder / "settings.json"
     source.write_text(json.dumps(settings))
     target = folder / "run"
     target.mkdir()
-    words = ["-W", "ignore", "-m", checkpoint_writers_dcp.__name__, trainer]
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    writer = [checkpoint_writers_dcp.__name__, trainer]
+    words = ["-W", "ignore", "-m", *(launcher if ranks > 1 else []), *writer]
     done = subprocess.run(
         [sys.executable, *words, source, target],
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{packages}"},
@@ -69,6 +71,11 @@ def draw_sizes(chance: random.Random) -> dict[str, int]:
 
 def draw_tokens(chance: random.Random, vocabulary: int) -> list[list[int]]:
     return [[chance.randrange(vocabulary) for _ in range(20)] for _ in range(2)]
+
+
+def writing_ranks(folder: Path) -> int:
+    """Return the number of ranks that wrote tensors: files are `__RANK_NUMBER.distcp`."""
+    return len({path.name.split("_")[2] for path in folder.rglob("*.distcp")})
 
 
 def check_logits(written: Path, output: Path, model_type: str) -> None:
@@ -102,8 +109,8 @@ OLMO: dict[str, dict[str, Any]] = {
 
 
 @THOROUGH
-@pytest.mark.parametrize("family", OLMO)
-def test_olmo_core(tmp_path: Path, packages: Path, seed: int, family: str) -> None:
+@pytest.mark.parametrize(("family", "ranks"), [*((name, 1) for name in OLMO), ("llama", 2)])
+def test_olmo_core(tmp_path: Path, packages: Path, seed: int, family: str, ranks: int) -> None:
     chance = random.Random(seed)
     sizes = draw_sizes(chance)
     tied = chance.random() < 0.5
@@ -127,11 +134,12 @@ def test_olmo_core(tmp_path: Path, packages: Path, seed: int, family: str) -> No
         "tokens": draw_tokens(chance, sizes["vocabulary"]),
         "length": 32,
     }
-    written = write("olmo-core", settings, tmp_path, packages)
+    written = write("olmo-core", settings, tmp_path, packages, ranks)
     checkpoint = open_checkpoint(written)
     assert checkpoint.folder.name == "step3"
-    (left_out,) = checkpoint.left_out
-    assert left_out.startswith("the optimizer's states")
+    assert writing_ranks(checkpoint.folder) == ranks
+    assert len(checkpoint.left_out) == (ranks == 1)
+    assert all(text.startswith("the optimizer's states") for text in checkpoint.left_out)
     result = convert(written, tmp_path / "model")
     assert (result.unused, result.dtype) == (0, torch.float32)
     check_logits(written, tmp_path / "model", family)
@@ -141,9 +149,13 @@ TITAN = {"llama": "llama3", "qwen3": "qwen3"}
 
 
 @THOROUGH
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("family", TITAN)
-def test_torchtitan(tmp_path: Path, packages: Path, seed: int, family: str, fused: bool) -> None:
+@pytest.mark.parametrize(
+    ("family", "fused", "ranks"),
+    [(name, fused, 1) for name in TITAN for fused in (False, True)] + [("llama", True, 3)],
+)
+def test_torchtitan(
+    tmp_path: Path, packages: Path, seed: int, family: str, fused: bool, ranks: int
+) -> None:
     chance = random.Random(seed)
     sizes = draw_sizes(chance)
     is_llama = family == "llama"
@@ -170,7 +182,8 @@ def test_torchtitan(tmp_path: Path, packages: Path, seed: int, family: str, fuse
         "seed": seed,
         "tokens": draw_tokens(chance, sizes["vocabulary"]),
     }
-    written = write("torchtitan", settings, tmp_path, packages)
+    written = write("torchtitan", settings, tmp_path, packages, ranks)
+    assert writing_ranks(written) == ranks
     config = AutoConfig.for_model(
         family,
         vocab_size=sizes["vocabulary"],
