@@ -304,3 +304,14 @@ def test_torchtitan(tmp_path: Path) -> None:
     check_refused(root, "step-5", None, "no tensor layers.0.", llama())
     foreign = write_titan(tmp_path / "other", weight=torch.zeros(2))
     check_refused(foreign, "step-5", None, "has no tok_embeddings.weight", llama())
+
+
+def test_a_format_of_another_trainer(tmp_path: Path, model: PreTrainedModel) -> None:
+    neox = checkpoint_layouts.gpt_neox(model, tmp_path / "a", degree=1, padded=48, pipelines=True)
+    with pytest.raises(UserError, match="has no args of its training, which tell the order"):
+        open_checkpoint(neox, name="megatron-deepspeed", config=llama())
+    megatron = checkpoint_layouts.megatron_deepspeed(
+        model, tmp_path / "b", degree=1, padded=48, pipelines=True
+    )
+    with pytest.raises(UserError, match=r"no tensor layers\.0\.attention.*of this config has"):
+        ParameterReader(open_checkpoint(megatron, name="gpt-neox", config=llama()))

@@ -69,6 +69,11 @@ def open_megatron_deepspeed(
             class for, or whose weights are not read.
     """
     args = _args_of(first_state(folder))
+    if not args:
+        raise UserError(
+            f"{folder}: has no args of its training, which tell the order of its rows; give a step "
+            "of Megatron-DeepSpeed, or another --format"
+        )
     _check_args(args, folder)
     files = read_ranks(folder)
     degree = args.get("tensor_model_parallel_size") or len(files.ranks)
@@ -149,10 +154,6 @@ def megatron_args(args: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     Raises:
         UserError: it has no positions, or norms of another kind.
     """
-    if not args:
-        raise UserError(
-            f"{folder}: has no args of its training; give a config.json of the model with --config"
-        )
     norms = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
     rotary = bool(args.get("use_rotary_position_embeddings"))
     if not rotary and not args.get("add_position_embedding", True):
