@@ -27,6 +27,18 @@ def pad_rows(tensor: Tensor, rows: int) -> Tensor:
     return torch.cat([tensor, noise])
 
 
+def embedding_rows(model: PreTrainedModel) -> Tensor:
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight.detach()
+
+
+def head_rows(model: PreTrainedModel) -> Tensor:
+    head = model.get_output_embeddings()
+    assert head is not None and isinstance(head.weight, Tensor)
+    return head.weight.detach()
+
+
 def by_group(parts: Sequence[Tensor], groups: int) -> Tensor:
     """Return Q, K and V with the rows of each group one after the other."""
     split = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
@@ -170,21 +182,21 @@ def megatron_deepspeed(
     config = model.config
     is_gpt2 = config.model_type == "gpt2"
     weights = model.state_dict()
-    head = model.get_output_embeddings().weight
+    head = head_rows(model)
     fields = megatron_deepspeed_args(model, degree, padded) | dict(args or {})
     if thirds:
         fields["ds_sequence_parallel_fpdt"] = False
     step = folder / "global_step7"
     step.mkdir(parents=True)
     (folder / "latest").write_text("global_step7")
-    outer = {"word_embeddings": pad_rows(model.get_input_embeddings().weight.detach(), padded)}
+    outer = {"word_embeddings": pad_rows(embedding_rows(model), padded)}
     last = "transformer.ln_f" if is_gpt2 else "model.norm"
     norm = {
         name.removeprefix(f"{last}."): tensor
         for name, tensor in weights.items()
         if name.startswith(f"{last}.")
     }
-    untied = None if config.tie_word_embeddings else pad_rows(head.detach(), padded)
+    untied = None if config.tie_word_embeddings else pad_rows(head, padded)
     for rank in range(degree):
         layers = [
             megatron_deepspeed_layer(model, number, degree, rank, thirds=thirds)
@@ -358,14 +370,14 @@ def gpt_neox(
     for file, chosen in (("model.yml", names[::2]), ("rest.yml", names[1::2])):
         content = {name: recorded[name] for name in chosen}
         (step / "configs" / file).write_text(json.dumps(content))
-    embedding = pad_rows(model.get_input_embeddings().weight.detach(), padded)
+    embedding = pad_rows(embedding_rows(model), padded)
     last = "model.norm" if is_llama else "gpt_neox.final_layer_norm"
     norm = {
         f"norm.{'scale' if is_llama else part}": weights[f"{last}.{part}"]
         for part in ("weight", "bias")
         if f"{last}.{part}" in weights
     }
-    head = pad_rows(model.get_output_embeddings().weight.detach(), padded)
+    head = pad_rows(head_rows(model), padded)
     args = {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -549,14 +561,14 @@ def nanotron(
     config, weights = model.config, model.state_dict()
     step = folder / "9"
     writer = NanotronWriter(step / "model", degree, stages, numpy_sizes)
-    embedding = pad_rows(model.get_input_embeddings().weight.detach(), padded)
+    embedding = pad_rows(embedding_rows(model), padded)
     writer.write("model.token_position_embeddings.pp_block.token_embedding.weight", 0, [embedding])
     for number in range(config.num_hidden_layers):
         write_nanotron_layer(writer, model, number, interleaved=interleaved)
     norm = weights["model.norm.weight"]
     writer.write("model.final_layer_norm.pp_block.weight", stages - 1, [norm], None)
     if not config.tie_word_embeddings:
-        head = pad_rows(model.get_output_embeddings().weight.detach(), padded)
+        head = pad_rows(head_rows(model), padded)
         writer.write("model.lm_head.pp_block.weight", stages - 1, [head])
     recorded = nanotron_config(config, padded, interleaved=interleaved) | dict(fields or {})
     (step / "model_config.json").write_text(json.dumps(recorded))

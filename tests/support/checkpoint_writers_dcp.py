@@ -15,8 +15,9 @@ import json
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import MutableSequence
 from functools import partial
+from importlib.abc import Loader
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class _AnyClass(type):
 
 
 class _ReplacedModule(types.ModuleType):
-    __path__: Sequence[str] = ()
+    __path__: MutableSequence[str] = []  # noqa: RUF012 - as the import system has it
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -43,7 +44,7 @@ class _ReplacedModule(types.ModuleType):
         return _AnyClass(name, (Exception,), {})
 
 
-class Replaced:
+class Replaced(Loader):
     """Finds modules of some names, and what is in them, and gives modules that hold anything."""
 
     def __init__(self, *names: str) -> None:

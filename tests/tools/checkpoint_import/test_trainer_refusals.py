@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch.distributed import checkpoint as distributed
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -131,10 +130,6 @@ def test_other_files(
         rename_all(old, new)(step)
     with pytest.raises(UserError, match=problem):
         open_checkpoint(root)
-
-
-def write_settings(**settings: Any) -> Change:
-    return lambda folder: (folder / "configs" / "model.yml").write_text(yaml.safe_dump(settings))
 
 
 NEOX: list[Any] = [
