@@ -48,7 +48,7 @@ def replace_cuda() -> None:
     cuda.current_stream = lambda *_: None
     cuda.Stream = lambda *_, **__: None
     # TopKRouter moves its bias by `.cuda()`.
-    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign,assignment]
+    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
 
 
 def build(options: dict[str, Any]) -> Any:
