@@ -28,6 +28,8 @@ def given_config(path: Path | None) -> PretrainedConfig | None:
     """Return the config of a `config.json` or of its directory."""
     if path is None:
         return None
+    if not path.exists():
+        raise UserError(f"--config: no file {path}; give the model's {CONFIG}")
     if path.is_file() and path.name != CONFIG:
         raise UserError(f"--config: {path}: give a file of the name {CONFIG}, or its directory")
     return open_config(path.parent if path.is_file() else path)

@@ -69,7 +69,10 @@ def open_checkpoint(
     """
     folder = find_step(source, step)
     if name is not None:
-        return FORMATS[name].open(folder, config, vocabulary)
+        try:
+            return FORMATS[name].open(folder, config, vocabulary)
+        except UserError as error:
+            raise UserError(f"--format {name}: {error}") from error
     for known in FORMATS.values():
         if known.is_format(folder):
             return known.open(folder, config, vocabulary)
