@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tiny_models import prepared_speeches, write_corpus
+from tests.tiers import THOROUGH
 from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.base.errors import UserError
 from zero_tp.data import PrepareSettings, masked, prepare
@@ -160,6 +161,7 @@ def test_no_full_stop_tells_the_order(corpora: dict[str, Path], seed: int) -> No
     assert abs(earlier / (earlier + later) - 0.5) < 0.1
 
 
+@THOROUGH
 @pytest.mark.slow
 def test_statistics_on_real_text(corpora: dict[str, Path], seed: int) -> None:
     samples = samples_of(corpora["sentences"], seed)

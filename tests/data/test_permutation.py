@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tiers import THOROUGH
 from zero_tp.data import permutation
 from zero_tp.data.permutation import Permutation, uniforms
 
@@ -31,6 +32,7 @@ def test_many_entries_are_each_entry(size: int, key: int, data: st.DataObject) -
         order.entries(np.array([size]))
 
 
+@THOROUGH
 @pytest.mark.slow
 def test_permutations_are_uniform_and_differ() -> None:
     size, trials = 10, 1000

@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.support.tiny_models import write_corpus
+from tests.tiers import THOROUGH
 from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.base.errors import UserError
 from zero_tp.data import samples as samples_module
@@ -189,6 +190,7 @@ def test_a_limited_validation_does_not_depend_on_the_topology(
     assert len(firsts) == min(limit, 21)
 
 
+@THOROUGH
 @settings(deadline=None, max_examples=15)
 @given(
     lengths=st.lists(st.sampled_from([3, 4]), min_size=2, max_size=5),

@@ -154,6 +154,7 @@ def skipped_steps(stage: int, why: str) -> tuple[bool, bool]:
     return moved, not torch.equal(our_biases(engine.model), before)
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     ("stage", "why"), in_tiers([(1, "inf"), (0, "inf"), (1, "spike")], [(1, "inf"), (1, "spike")])
 )
@@ -186,6 +187,7 @@ def biases_in_bf16(stage: int) -> tuple[str, bool]:
     return str(found.dtype), bool((allowed == found).any(0).all())
 
 
+@THOROUGH
 @pytest.mark.parametrize("stage", in_tiers([0, 1, 2, 3], [3]))
 def test_biases_stay_in_fp32(ranks: Pools, stage: int) -> None:
     assert ranks(2).run(biases_in_bf16, stage) == [("torch.float32", True)] * 2

@@ -22,7 +22,7 @@ from tests.support.native import native_tensors
 from tests.support.pools import Pools
 from tests.support.settings import deepspeed_settings, gpt2_config
 from tests.support.small_engine import ACCUMULATION, BATCH, LENGTH, build
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.engine.engine import TrainingEngine
 from zero_tp.engine.zero.states import MASTER
@@ -67,6 +67,7 @@ def initial(tensor: int, stage: int, dtype: str) -> tuple[int, list[int], dict[s
     )
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     ("tensor", "stage", "dtype"),
     in_tiers(

@@ -17,7 +17,7 @@ from tests.support.native import parallel_model
 from tests.support.pools import Pools, RankError
 from tests.support.settings import deepspeed_settings, gpt2_config, replica, rows
 from tests.support.tiny_models import bert_fields
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.recompute import RecomputePolicy
@@ -261,6 +261,7 @@ def repeated(stage: int, recompute: str, faulty: bool) -> tuple[list[float], str
 REPEATED = [(stage, recompute) for stage in (0, 1, 2, 3) for recompute in ("none", "full")]
 
 
+@THOROUGH
 @pytest.mark.parametrize(("stage", "recompute"), in_tiers(REPEATED, [(3, "full")]))
 def test_a_repeated_micro_batch_changes_nothing(ranks: Pools, stage: int, recompute: str) -> None:
     for numbers, message in ranks(4).run(repeated, stage, recompute, False):

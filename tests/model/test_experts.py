@@ -371,6 +371,7 @@ def shares_of_a_step(seed: int) -> tuple[dict[str, float], list[torch.Tensor]]:
     ]
 
 
+@THOROUGH
 def test_the_share_of_each_expert_is_logged(ranks: Pools) -> None:
     for line, expected in ranks(4).run(shares_of_a_step, 3):
         assert line.pop("step") == 2

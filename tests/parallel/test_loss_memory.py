@@ -64,6 +64,7 @@ PEAKS = [
 ]
 
 
+@THOROUGH
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tokens"), in_tiers(PEAKS, PEAKS[:1]))
 def test_the_peak_is_not_above_that_of_small_chunks(dtype: torch.dtype, tokens: int) -> None:

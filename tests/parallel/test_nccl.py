@@ -299,6 +299,7 @@ def longer_on_one_rank(schedule: str, length: int) -> str:
         return ""
 
 
+@THOROUGH
 def test_different_shapes_are_refused_before_the_forward_has_run(own_ranks: Pool) -> None:
     """The forward's collectives of different sizes would hang; here they would fail if they were
     run.

@@ -99,6 +99,7 @@ PACKED = [(model_type, grid, True) for model_type in PLAIN_TYPES for grid in GRI
 PACKED += [(model_type, grid, False) for model_type in WINDOWED for grid in GRIDS]
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     ("model_type", "grid", "documents"), in_tiers(PACKED, [("qwen3", "SP", True)], every=8)
 )
@@ -256,12 +257,14 @@ def samples_compared(engine: TrainingEngine) -> object:
     )
 
 
+@THOROUGH
 def test_comparing_and_counting_samples_starts_without_a_wait() -> None:
     seen, alone = watched_step("llama", WORKLOAD, samples_compared), watched_step("llama", WORKLOAD)
     assert not seen.found, list(seen.found)
     assert seen.collectives == alone.collectives + 3
 
 
+@THOROUGH
 @pytest.mark.parametrize("tensor", in_tiers([1, 2], [2]))
 def test_a_trainer_waits_once_a_micro_batch_after_its_forward(tensor: int) -> None:
     """On one TP rank it compares nothing."""

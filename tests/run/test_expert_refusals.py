@@ -18,6 +18,7 @@ from tests.support.launched import forked_zero_tp
 from tests.support.native import native_model
 from tests.support.pools import Pools
 from tests.support.trainer_scripts import collate, deepspeed, rows_of
+from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
 from zero_tp.engine.engine import TrainingEngine
 from zero_tp.model.huggingface import parallel_model
@@ -132,6 +133,7 @@ def refusals(folder: str) -> dict[tuple[str, str], str]:
     return found
 
 
+@THOROUGH
 def test_doors_on_ranks_refuse_with_the_same_words(ranks: Pools, tmp_path: Path) -> None:
     for messages in ranks(WORLD).run(refusals, str(tmp_path), timeout=90):
         expected = {name: f"{KEY}{CASES[name[0]][3]}" for name in messages}

@@ -64,6 +64,7 @@ def test_each_step_reads_the_samples_that_the_documentation_says(
         assert torch.equal(read, rows[:, :-1]), step
 
 
+@THOROUGH
 def test_a_run_stopped_in_each_stage_is_the_unstopped_one_bit_for_bit(
     config: Path, unstopped: list[Any], ranks: Pools, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from tests.support.encoders import MODEL_TYPES, encoder, fields_of, rows_for
 from tests.support.native import native_tensors
 from tests.support.pools import Pools
 from tests.support.torch_optimizers import ROWS, STEPS, TorchOptimizers, engine_of
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.data.batch import MaskedBatch
 from zero_tp.parallel.topology import Topology
 
@@ -51,6 +51,7 @@ def compared(model_type: str, tensor: int, stage: int, clip: float) -> list[floa
     return losses
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     ("model_type", "tensor", "stage"),
     in_tiers(

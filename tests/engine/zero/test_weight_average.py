@@ -241,6 +241,7 @@ SKIPPED: list[tuple[int, int, str, dict[str, Any]]] = [
 ]
 
 
+@THOROUGH
 @pytest.mark.parametrize("case", in_tiers([(case,) for case in SKIPPED], [(SKIPPED[0],)]))
 def test_a_skipped_step_does_not_move_the_average(ranks: Pools, case: tuple[Any, ...]) -> None:
     assert ranks(2).run(moved_by_a_skipped_step, *case) == [False, False]

@@ -76,7 +76,7 @@ def test_biases_resume_on_another_grid(
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", in_tiers([torch.float32, torch.bfloat16], [torch.bfloat16]))
 def test_an_export_has_the_biases_in_fp32(ranks: Pools, tmp_path: Path, dtype: torch.dtype) -> None:
     run = tmp_path / "run"
     path = run_file(tmp_path / "run.json", 2, 1)

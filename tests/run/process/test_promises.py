@@ -142,6 +142,7 @@ def test_wrong_input_is_one_line_and_status_2(case: str, launcher: str, start: S
 # --- 2. a rank that fails -------------------------------------------------------------------------
 
 
+@THOROUGH
 @pytest.mark.parametrize("launcher", in_tiers(LAUNCHERS, ["torchrun"]))
 def test_a_failing_rank_prints_its_traceback_and_ends_the_others_at_once(
     launcher: str, start: Start, tmp_path: Path

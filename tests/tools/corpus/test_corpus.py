@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from tests.support.corpora import TEXTS, held_out, run, write_jsonl
 from tests.support.launched import ROOT, script
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.commands.prepare import _summary
 from zero_tp.data import PrepareSettings, documents, prepare
@@ -187,6 +187,7 @@ def test_documents_in_are_those_kept_and_those_dropped(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl.gz", "out"]
 
 
+@THOROUGH
 @pytest.mark.parametrize("kind", in_tiers(["jsonl", "txt"], ["txt"]))
 def test_standard_input(tmp_path: Path, kind: str) -> None:
     texts, name = [f"document {i} of the good ones" for i in range(20)], f"a.{kind}"

@@ -200,6 +200,7 @@ def test_the_script_makes_what_one_process_makes(
     assert content_of(tmp_path / "out") == content_of(one.output)
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     "refusal", in_tiers(["taken", "list", "tasks", "slurm"], ["taken", "slurm"])
 )

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.corpora import TEXTS, output_of, run, texts_of, trained_tokenizer, write_jsonl
 from tests.support.launched import ROOT
+from tests.tiers import THOROUGH
 from zero_tp.base import files
 from zero_tp.base.errors import UserError
 from zero_tp.base.files import hidden_sibling, partial_directory
@@ -275,6 +276,7 @@ def test_what_a_killed_preparation_leaves_is_cleared(tmp_path: Path) -> None:
     assert run(tmp_path).reused, "nothing is cleared through a link"
 
 
+@THOROUGH
 def test_sigterm_leaves_no_part_of_an_output(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [f"{i} " + "word " * 50 for i in range(200_000)])
     arguments = ["--input", source, "--tokenizer", "bpe:300", "--output", tmp_path / "out"]

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, BertTokenizer
 
 from tests.support.corpora import held_out, run
 from tests.support.tiny_models import speeches
-from tests.tiers import in_tiers
+from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.errors import UserError
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.tools.corpus.tokenizer_training import (
@@ -52,6 +52,7 @@ def test_a_tokenizer_is_trained_on_a_sample(tmp_path: Path) -> None:
         )
 
 
+@THOROUGH
 @pytest.mark.slow
 def test_a_word_of_a_million_letters_is_cut_for_training() -> None:
     """In one piece, whose letters differ, it takes hours; of this one a token would be half of

@@ -104,6 +104,7 @@ def live(
     return run_tasks(live_model(directory, tensor, stage, counting), files), forwards
 
 
+@THOROUGH
 def test_a_live_zero_3_model(ranks: Pools, model: Path, files: dict[str, Path]) -> None:
     expected = run_tasks(native_model(model, BATCH), files)
     found = ranks(4).run(live, model, files, 2, 3)

@@ -104,7 +104,10 @@ def test_layers_that_recompute_add_up_too(policy: dict[str, Any], split: bool) -
         assert kept == all_kept if policy.get("keep_micro_batches") else kept < all_kept
 
 
-@pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "accelerator"])
+@pytest.mark.parametrize(
+    "cpu",
+    [pytest.param(True, id="cpu", marks=THOROUGH), pytest.param(False, id="accelerator")],
+)
 @pytest.mark.parametrize("rows", in_tiers([7, 100], [7]))
 @pytest.mark.parametrize(
     "overrides",

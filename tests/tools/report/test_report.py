@@ -225,6 +225,7 @@ def test_the_command_draws_a_run_and_refuses_what_is_none(tmp_path: Path) -> Non
     )
 
 
+@THOROUGH
 @pytest.mark.slow
 def test_curves_of_many_runs_of_other_length_stay_apart(tmp_path: Path) -> None:
     """One legend of all runs, dashes where colours repeat, a logarithmic axis, and tables of

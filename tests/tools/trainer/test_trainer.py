@@ -133,6 +133,7 @@ def test_trainer_takes_our_model_on_data_parallel_ranks(
 CASES = [("causal", 1), ("causal", 3), ("masked", 1), ("masked", 3), ("causal", 0), ("causal", 2)]
 
 
+@THOROUGH
 @pytest.mark.parametrize(("kind", "stage"), in_tiers(CASES, [("masked", 1)]))
 def test_the_same_script_gives_the_same(
     ranks: Pools, plain: dict[str, Any], tmp_path: Path, kind: str, stage: int
@@ -173,6 +174,7 @@ def test_a_checkpoint_goes_on_on_any_topology(
         check((history, text, grid), tmp_path, reference)
 
 
+@THOROUGH
 def test_a_script_with_packed_rows_gives_the_same(
     ranks: Pools, plain: dict[str, Any], tmp_path: Path
 ) -> None:

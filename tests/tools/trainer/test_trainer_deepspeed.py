@@ -95,7 +95,7 @@ def schedules(folder: str, tensor: int, name: str) -> tuple[list[Any], list[Any]
     return whole, again, plain
 
 
-@pytest.mark.parametrize("name", in_tiers(list(SCHEDULERS), ["WarmupLR", "OneCycle"]))
+@pytest.mark.parametrize("name", in_tiers(list(SCHEDULERS), ["WarmupLR"]))
 def test_a_scheduler_block_has_the_rates_of_trainer_under_deepspeed(
     ranks: Pools, tmp_path: Path, name: str
 ) -> None:
