@@ -127,7 +127,10 @@ def test_any_number_of_ranks(
     ranks: Pools, tmp_path: Path, seed: int, world: int, stage: int
 ) -> None:
     chance = random.Random(seed)
-    run = PlainRun(llama(chance), stage, "bf16", chance.randrange(1000))
+    # Sizes that 3 does not divide, so that parameters have padding.
+    fields = llama(chance, num_attention_heads=1, num_key_value_heads=1)
+    fields |= {"hidden_size": chance.choice((5, 7)), "vocab_size": chance.choice((31, 47, 85))}
+    run = PlainRun(fields, stage, "bf16", chance.randrange(1000))
     source = saved(ranks, run, tmp_path / "source", chance, world)
     check_equal(exported(source / STEP, tmp_path / "out"), reference_weights(source))
 
