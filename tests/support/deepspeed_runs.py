@@ -206,7 +206,10 @@ def _whole_moment(optimizer: Any, parameter: Tensor, kind: str) -> Tensor:
     mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
     if mapping is not None:
         part, own = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
-        flat = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+        # BF16_Optimizer has the first attribute, the optimizer of stages 1 and 2 the second.
+        flats = getattr(optimizer, "fp32_groups_flat_partition", None)
+        flats = flats or optimizer.single_partition_of_fp32_groups
+        flat = flats[mapping.param_group_index]
         state = optimizer.optimizer.state[flat][kind]
         whole[part.start : part.start + part.numel] = state[own.start : own.start + own.numel]
     dist.all_reduce(whole)
