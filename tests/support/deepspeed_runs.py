@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support.settings import fp16_supported
+
 BETAS, EPS = (0.85, 0.97), 1e-7
 LEARNING_RATE, DECAY = 4e-3, 0.125
 
@@ -66,6 +68,8 @@ class PlainRun:
         }
         if self.dtype != "fp32":
             config[self.dtype] = {"enabled": True}
+        if self.dtype == "fp16":
+            config["fp16"] |= {"initial_scale_power": 4, "loss_scale_window": 3}
         return config | self.settings
 
 
@@ -172,6 +176,7 @@ def rows_of(run: PlainRun, seed: int, steps: int, batch: int, length: int = 9) -
     ]
 
 
+@fp16_supported()
 def train_and_save(
     run: PlainRun, folder: str, steps: Sequence[Tensor], client: dict[str, Any] | None = None
 ) -> dict[str, dict[str, Tensor]]:
@@ -216,6 +221,7 @@ def _whole_moment(optimizer: Any, parameter: Tensor, kind: str) -> Tensor:
     return whole.view(parameter.shape)
 
 
+@fp16_supported()
 def load_and_train(
     run: PlainRun, folder: str, steps: Sequence[Tensor], tag: str | None = None, **changes: Any
 ) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def check_equal(written: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 CASES = [
     *((stage, "bf16", ()) for stage in (1, 2, 3)),
     (1, "bf16", ("frozen",)),
+    (3, "fp16", ("grouped",)),
     (2, "fp32", ("frozen", "grouped")),
     (3, "bf16", ("frozen", "grouped", "wrapped")),
     (3, "fp32", ("tied", "sub_groups", "grouped")),

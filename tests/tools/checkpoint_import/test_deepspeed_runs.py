@@ -55,6 +55,8 @@ SCHEDULE = {
 }
 
 
+SCALE = {"cur_scale": 32.0, "cur_iter": SAVED, "cur_hysteresis": 2}
+"""Of fp16 from 2^4 with a window of 3, after four steps without an overflow."""
 ONE_CYCLE = {
     "type": "OneCycle",
     "params": {
@@ -152,6 +154,7 @@ PLACES: list[dict[str, Any]] = [{"stage": 2}, {"stage": 3}, {"stage": 1, "tensor
         (3, "fp32", ("sub_groups", "universal")),
         (1, "fp32", ("universal", "schedule")),
         (2, "bf16", ()),
+        (2, "fp16", ("schedule",)),
         (1, "fp32", ("one cycle",)),
         (3, "fp32", ("cosine",)),
     ],
@@ -194,6 +197,8 @@ def test_the_next_steps_are_deepspeeds_own(
     write_run(checkpoint, tmp_path / "run")
     manifest = read_manifest(step_directory(tmp_path / "run", SAVED))
     assert manifest.imported is not None and manifest.imported.trainer == checkpoint.trainer
+    scale = {name: manifest.progress.loss_scale.get(name) for name in SCALE}
+    assert scale == (SCALE if dtype == "fp16" else dict.fromkeys(SCALE) | {"cur_scale": 1.0})
     config = RunConfig.load(path, world_size=2)
     check_imported(tmp_path / "run", manifest, config, config.hf_config())
     for place in ({}, *chance.sample(PLACES, 2)):
@@ -224,7 +229,7 @@ def test_moments_follow_the_rows_of_their_weights(
     steps = rows_of(run, seed, 2, BATCH, LENGTH)
     theirs = ranks(2).run(train_and_save, run, str(source), steps)[0]
     write_hf_config(run, source)
-    checkpoint = find_checkpoint(write_run(open_checkpoint(source), tmp_path / "run"))
+    checkpoint = find_checkpoint(write_run(open_checkpoint(source), tmp_path / "run").checkpoint)
     reader = CheckpointReader(checkpoint.path, checkpoint.manifest)
     for kind in KINDS:
         ours = to_ours(hf_config(fields), {name: states[kind] for name, states in theirs.items()})
@@ -250,6 +255,8 @@ def test_the_command_continues_and_then_checks_as_always(
     done = zero_tp(tmp_path, "convert", "to-run", "source", "--output", "run")
     assert done.returncode == 0, done.stderr
     assert "kept: masters, moments, 4 updates" in done.stdout
+    tensors = 3 + 9 * run.config["num_hidden_layers"]
+    assert f"tensors: {3 * tensors} read, 0 unused" in done.stdout
     again = zero_tp(tmp_path, "convert", "to-run", "source", "--output", "run")
     assert again.returncode == 2 and "exists already; give another --output" in again.stderr
     shown = zero_tp(tmp_path, "inspect", "run", "--verify")

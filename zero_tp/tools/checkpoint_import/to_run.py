@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def convert_to_run(options: argparse.Namespace) -> list[str]:
         config=given_config(options.config),
         vocabulary=None,
     )
-    written = write_run(checkpoint, options.output, options.ignore)
+    result = write_run(checkpoint, options.output, options.ignore)
     states = checkpoint.states
     kept = (
         f"kept: masters, moments, {states.steps} updates"
@@ -55,16 +55,28 @@ def convert_to_run(options: argparse.Namespace) -> list[str]:
         else f"kept: weights alone, because {checkpoint.states_problem}"
     )
     return [
-        f"{checkpoint.folder} ({checkpoint.trainer}, {checkpoint.config.model_type}) → {written}",
-        *checkpoint.notes,
+        f"{checkpoint.folder} ({checkpoint.trainer}, {checkpoint.config.model_type}) → "
+        f"{result.checkpoint}",
+        f"tensors: {result.read} read, {result.unused} unused",
+        *result.notes,
         kept,
         "next: run zero_tp.pretrain with a --deepspeed_config of this model and "
         f"--output-dir {options.output}",
     ]
 
 
-def write_run(checkpoint: Checkpoint, run: Path, ignored: Sequence[str] = ()) -> Path:
-    """Write a run's directory with one checkpoint; return the checkpoint's path.
+@dataclass(frozen=True)
+class RunImport:
+    """The checkpoint that was written, and how many tensors of the source were read or left."""
+
+    checkpoint: Path
+    read: int
+    unused: int
+    notes: tuple[str, ...]
+
+
+def write_run(checkpoint: Checkpoint, run: Path, ignored: Sequence[str] = ()) -> RunImport:
+    """Write a run's directory with one checkpoint.
 
     Raises:
         UserError: the directory exists; a tensor is missing, unknown or of another shape; a
@@ -102,7 +114,15 @@ def write_run(checkpoint: Checkpoint, run: Path, ignored: Sequence[str] = ()) ->
         manifest = _manifest(checkpoint, described, list(readers))
         directory.commit(temporary, writing, step, manifest, files)
         put_in_place(temporary, run)
-    return directory.step_directory(run, step)
+    weights = readers[MASTER]
+    moments = len(readers) - 1
+    trained = sum(len(native) for native in names.values()) if moments else 0
+    return RunImport(
+        directory.step_directory(run, step),
+        len(weights.used) + moments * trained,
+        len(checkpoint.tensors.keys() - weights.used),
+        (*checkpoint.notes, *weights.notes),
+    )
 
 
 def _read(reader: ParameterReader, name: str) -> Tensor:
