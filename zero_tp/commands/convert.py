@@ -189,10 +189,26 @@ def is_own(source: Path) -> bool:
     return not source.is_dir() or any((source / name).exists() for name in own)
 
 
+_IMPORT_OPTIONS = ("format", "step", "config", "ignore", "verify_text", "verify_ids", "no_verify")
+
+
+def _refuse_import_options(options: argparse.Namespace) -> None:
+    """Refuse options that only checkpoints of other trainers have."""
+    for name in _IMPORT_OPTIONS:
+        value = getattr(options, name, None)  # `average` has none of them
+        if value is not None and value is not False and value != []:
+            remedy = "give the checkpoint's folder" if name == "step" else "leave it out"
+            raise UserError(
+                f"--{name.replace('_', '-')}: {options.source} is of zero_tp, and the option is "
+                f"for other trainers' checkpoints; {remedy}"
+            )
+
+
 def export(options: argparse.Namespace) -> None:
     from zero_tp.run.checkpoint.find import find_checkpoint
 
     find_checkpoint(options.source)  # report a wrong path before torch is imported
+    _refuse_import_options(options)
     import torch
 
     from zero_tp.run.checkpoint.convert import average_checkpoints, to_huggingface

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from zero_tp.base.errors import UserError, shown
+from zero_tp.base.strict_json import read_json
 from zero_tp.model.architectures import architecture_of
 from zero_tp.tools.checkpoint_import import megatron_names
 from zero_tp.tools.checkpoint_import.distributed_checkpoint import (
@@ -20,7 +20,7 @@ from zero_tp.tools.checkpoint_import.distributed_checkpoint import (
     open_distributed,
 )
 from zero_tp.tools.checkpoint_import.megatron_config import config_of
-from zero_tp.tools.checkpoint_import.source import Checkpoint
+from zero_tp.tools.checkpoint_import.source import Checkpoint, without_tied_head
 from zero_tp.tools.checkpoint_import.stored_tensors import StoredTensor, join
 from zero_tp.tools.checkpoint_import.unpickling import Record, load_torch, tensors_in
 
@@ -76,6 +76,9 @@ def open_megatron(
         *([f"extra states of layers ({len(extra)}, such as {extra[0]})"] if extra else []),
     ]
     spec = architecture_of(config).spec(config)
+    if config.tie_word_embeddings:
+        # The last stage of a pipeline has a copy.
+        tensors = without_tied_head(folder, tensors, megatron_names.EMBEDDING, megatron_names.HEAD)
     return Checkpoint(
         trainer="megatron",
         folder=folder,
@@ -114,7 +117,7 @@ def _open_distributed(
 ) -> tuple[dict[str, Any], dict[str, StoredTensor], Sequence[str]]:
     path = folder / "metadata.json"
     if path.is_file():
-        backend = json.loads(path.read_text()).get("sharded_backend")
+        backend = read_json(path, "copy the checkpoint again").get("sharded_backend")
         if backend not in ("torch_dist", "torch_dcp"):
             raise UserError(
                 f"{folder}: its format is {shown(backend)}; only torch_dist is read: load it with "
@@ -122,6 +125,8 @@ def _open_distributed(
             )
     content = open_distributed(folder)
     common = load_torch(folder / COMMON) if (folder / COMMON).is_file() else {}
+    if not isinstance(common, dict):
+        raise UserError(f"{folder / COMMON}: holds no dict; copy the checkpoint again")
     args = _fields(common.get("args"))
     args.setdefault("checkpoint_version", common.get("checkpoint_version"))
     return args, megatron_names.one_name_each(content.tensors), list(content.objects)

@@ -16,9 +16,24 @@ STEP_FOLDER = re.compile(r"(?:iter_|global_step|step-?)?0*(\d+)(?:_universal)?")
 
 
 def step_folders(root: Path) -> dict[int, Path]:
-    """Return the folders of all steps, by step, in order."""
+    """Return the folders of all steps, by step, in order.
+
+    The universal folder of a step is taken instead of that which it was made of.
+
+    Raises:
+        UserError: two are of one step.
+    """
     matches = [(STEP_FOLDER.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir()]
-    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+    folders: dict[int, Path] = {}
+    for step, path in sorted((int(match[1]), path) for match, path in matches if match):
+        other = folders.get(step)
+        if other is not None and path.name != f"{other.name}_universal":
+            raise UserError(
+                f"{root}: {other.name} and {path.name} are of one step; give one of them as the "
+                "checkpoint"
+            )
+        folders[step] = path
+    return folders
 
 
 def _named_by_latest(root: Path) -> Path | None:
@@ -48,8 +63,8 @@ def find_step(source: Path, step: int | None) -> Path:
     """
     if not source.is_dir():
         raise UserError(f"{source}: no folder there; give a run or a checkpoint")
-    folders = step_folders(source)
     if step is not None:
+        folders = step_folders(source)
         if step not in folders:
             listed = ", ".join(map(str, folders)) or "none"
             raise UserError(f"--step: {source} has no step {step}; it has {listed}")
@@ -57,4 +72,5 @@ def find_step(source: Path, step: int | None) -> Path:
     named = _named_by_latest(source)
     if named is not None:
         return named
+    folders = step_folders(source)
     return list(folders.values())[-1] if folders else source

@@ -1,0 +1,129 @@
+"""What a user gives wrongly is refused in one line: options, folders of steps, damaged files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zero_tp.base.errors import UserError
+from zero_tp.commands import convert
+from zero_tp.tools.checkpoint_import.formats import open_checkpoint
+from zero_tp.tools.checkpoint_import.source import ParameterReader
+from zero_tp.tools.checkpoint_import.steps import find_step
+
+ARGS: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "group_query_attention": True,
+    "kv_channels": 6,
+    "ffn_hidden_size": 10,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "norm_epsilon": 1e-5,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "max_position_embeddings": 16,
+    "padded_vocab_size": 12,
+    "vocab_size": 11,
+    "pipeline_model_parallel_size": 2,
+}
+
+
+def write_ranks(root: Path, args: dict[str, Any], head: torch.Tensor | None = None) -> Path:
+    """Write the files of two pipeline stages of Megatron-LM, of a layer each; return the step."""
+    word = torch.randn(12, 8)
+    layer = {
+        "input_layernorm.weight": torch.ones(8),
+        "self_attention.linear_qkv.weight": torch.randn(48, 8),
+        "self_attention.linear_proj.weight": torch.randn(8, 24),
+        "pre_mlp_layernorm.weight": torch.ones(8),
+        "mlp.linear_fc1.weight": torch.randn(20, 8),
+        "mlp.linear_fc2.weight": torch.randn(8, 10),
+    }
+    step = root / "iter_0000003"
+    ends = (
+        {"embedding.word_embeddings.weight": word},
+        {
+            "decoder.final_layernorm.weight": torch.ones(8),
+            "output_layer.weight": word if head is None else head,
+        },
+    )
+    for stage, end in enumerate(ends):
+        model = {f"decoder.layers.0.{name}": tensor for name, tensor in layer.items()} | end
+        folder = step / f"mp_rank_00_{stage:03d}"
+        folder.mkdir(parents=True)
+        torch.save({"model": model, "args": args}, folder / "model_optim_rng.pt")
+    return step
+
+
+def test_the_last_stages_copy_of_a_tied_embedding_is_no_head(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "tied", ARGS)
+    reader = ParameterReader(open_checkpoint(tmp_path / "tied"))
+    assert "head.weight" not in reader.shapes
+    assert reader.shapes["transformer.embedding.word.weight"] == (11, 8)
+    write_ranks(tmp_path / "apart", ARGS, head=torch.zeros(12, 8))
+    with pytest.raises(UserError, match="output_layer.weight is not embedding"):
+        open_checkpoint(tmp_path / "apart")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("metadata.json", "{", "metadata.json"),
+        ("metadata.json", "[]", "metadata.json"),
+        ("metadata.json", json.dumps({"sharded_backend": "zarr"}), "only torch_dist is read"),
+    ],
+)
+def test_damaged_files_of_megatron(file: str, content: str, message: str, tmp_path: Path) -> None:
+    torch.save({"args": ARGS}, tmp_path / "common.pt")
+    (tmp_path / file).write_text(content)
+    with pytest.raises(UserError, match=message):
+        open_checkpoint(tmp_path)
+
+
+def test_two_folders_of_one_step_are_not_chosen_between(tmp_path: Path) -> None:
+    for name in ("step-10", "global_step10", "iter_0000004"):
+        (tmp_path / name).mkdir()
+    for step in (None, 10):
+        with pytest.raises(UserError, match="global_step10 and step-10 are of one step"):
+            find_step(tmp_path, step)
+    (tmp_path / "latest").write_text("iter_0000004\n")
+    assert find_step(tmp_path, None).name == "iter_0000004"
+    (tmp_path / "latest").unlink()
+    (tmp_path / "step-10").rmdir()
+    (tmp_path / "global_step10_universal").mkdir()
+    assert find_step(tmp_path, None).name == "global_step10_universal"
+
+
+OPTIONS = {
+    "--format": "megatron",
+    "--step": "0",
+    "--config": "c",
+    "--ignore": "x*",
+    "--verify-text": "t",
+    "--verify-ids": "i",
+    "--no-verify": None,
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_of_other_trainers_are_refused_with_a_run(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would not change the result."""
+    (tmp_path / "run.json").write_text("{}")
+    monkeypatch.setattr("zero_tp.run.checkpoint.find.find_checkpoint", lambda source: None)
+    value = OPTIONS[option]
+    parser = argparse.ArgumentParser()
+    convert.add_arguments(parser)
+    words = ["to-hf", str(tmp_path), "--output", str(tmp_path / "out"), option]
+    options = parser.parse_args([*words, *([value] if value is not None else [])])
+    with pytest.raises(UserError, match=f"^{option}: .* is of zero_tp"):
+        convert.main(options)
