@@ -115,11 +115,11 @@ def write_run(checkpoint: Checkpoint, run: Path, ignored: Sequence[str] = ()) ->
         directory.commit(temporary, writing, step, manifest, files)
         put_in_place(temporary, run)
     weights = readers[MASTER]
-    moments = len(readers) - 1
-    trained = sum(len(native) for native in names.values()) if moments else 0
+    kinds = len(readers) - 1
+    trained = sum(len(native) for native in names.values())
     return RunImport(
         directory.step_directory(run, step),
-        len(weights.used) + moments * trained,
+        len(weights.used) + kinds * trained,
         len(checkpoint.tensors.keys() - weights.used),
         (*checkpoint.notes, *weights.notes),
     )
