@@ -23,7 +23,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.tools.checkpoint_import.stored_tensors import FileTensor, read_whole
 from zero_tp.tools.checkpoint_import.unpickling import (
     DTYPES,
-    Record,
+    InertObject,
     load_pickle,
     load_torch,
     tensors_in,
@@ -106,7 +106,7 @@ def test_foreign_classes_and_functions_are_inert(tmp_path: Path) -> None:
     assert SENTINEL == []
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file.pt"]
     assert loaded["args"].fields["lr"] == 0.1
-    assert isinstance(loaded["args"].fields["kind"], Record)
+    assert isinstance(loaded["args"].fields["kind"], InertObject)
     assert loaded["scaler"].fields == {"scale": 8.0}
     assert loaded["call"].args == ("ran",)
     assert loaded["open"].name.endswith(".open")
@@ -189,7 +189,7 @@ def test_a_tensor_of_a_foreign_function_is_a_record(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     torch.save({"a": Calls(torch.nn.init.zeros_, torch.ones(2))}, path)
     record = load_torch(path)["a"]
-    assert isinstance(record, Record) and not isinstance(record, FileTensor)
+    assert isinstance(record, InertObject) and not isinstance(record, FileTensor)
     assert record.name == "torch.nn.init.zeros_"
     with pytest.raises(UserError, match=r"model\.a is made by torch\.nn"):
         dict(tensors_in({"model": {"a": record}}, path=path))

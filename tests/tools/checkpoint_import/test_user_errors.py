@@ -69,7 +69,7 @@ def test_the_last_stages_copy_of_a_tied_embedding_is_no_head(tmp_path: Path) -> 
     assert "head.weight" not in reader.shapes
     assert reader.shapes["transformer.embedding.word.weight"] == (11, 8)
     write_ranks(tmp_path / "apart", ARGS, head=torch.zeros(12, 8))
-    with pytest.raises(UserError, match="output_layer.weight is not embedding"):
+    with pytest.raises(UserError, match=r"output_layer\.weight is not embedding"):
         open_checkpoint(tmp_path / "apart")
 
 

@@ -19,12 +19,12 @@ from zero_tp.model.architectures.configs import CONFIG
 from zero_tp.model.weights.load import open_config
 from zero_tp.tools.checkpoint_import.formats import FORMATS, open_checkpoint
 from zero_tp.tools.checkpoint_import.importing import import_checkpoint
-from zero_tp.tools.checkpoint_import.page import given_tokens, text_tokens
+from zero_tp.tools.checkpoint_import.page import read_ids, text_tokens
 from zero_tp.tools.checkpoint_import.proof import Proof, prove
-from zero_tp.tools.checkpoint_import.source import Checkpoint
+from zero_tp.tools.checkpoint_import.source import SourceCheckpoint
 
 
-def given_config(path: Path | None) -> PretrainedConfig | None:
+def read_config(path: Path | None) -> PretrainedConfig | None:
     """Return the config of a `config.json` or of its directory."""
     if path is None:
         return None
@@ -43,7 +43,7 @@ def proof_tokens(options: argparse.Namespace, tokenizer: Path | None) -> Tensor 
     if options.no_verify:
         return None
     if options.verify_ids is not None:
-        return given_tokens(options.verify_ids)
+        return read_ids(options.verify_ids)
     if tokenizer is None:
         raise UserError(
             "without --tokenizer no text can be scored; give --tokenizer DIR, or tokens with "
@@ -63,7 +63,7 @@ def convert(options: argparse.Namespace) -> list[str]:
         options.source,
         name=options.format,
         step=options.step,
-        config=given_config(options.config),
+        config=read_config(options.config),
         vocabulary=vocabulary,
     )
     proofs = list[Proof]()
@@ -81,7 +81,7 @@ def convert(options: argparse.Namespace) -> list[str]:
     return [
         f"{checkpoint.folder} ({checkpoint.trainer}, {checkpoint.config.model_type}) → "
         f"{options.output} ({result.parameters:,} parameters, {dtype})",
-        f"tensors: {result.read} read, {result.unused} unused, {result.made} made",
+        f"tensors: {result.read} read, {result.unused} unused, {result.tensors} made",
         *(f"left out: {part}" for part in checkpoint.left_out),
         *result.notes,
         *(_line(proof) for proof in proofs),
@@ -98,7 +98,9 @@ def _line(proof: Proof) -> str:
     )
 
 
-def _proof(checkpoint: Checkpoint, tokens: Tensor, proofs: list[Proof]) -> Callable[[Path], None]:
+def _proof(
+    checkpoint: SourceCheckpoint, tokens: Tensor, proofs: list[Proof]
+) -> Callable[[Path], None]:
     """Return a function that scores a written model, keeps the proof, and refuses a bad one."""
 
     def check(directory: Path) -> None:

@@ -30,7 +30,7 @@ from zero_tp.tools.checkpoint_import.native_names import (
     native_weights,
     obsolete_buffers,
 )
-from zero_tp.tools.checkpoint_import.source import Checkpoint, SourceStates
+from zero_tp.tools.checkpoint_import.source import SourceCheckpoint, SourceStates
 
 ONE_STEP_AHEAD = ("LRRangeTest", "OneCycle")
 """Schedules of DeepSpeed whose rate at an iteration is that of the next one."""
@@ -46,7 +46,7 @@ def is_deepspeed(folder: Path) -> bool:
 
 def open_deepspeed(
     folder: Path, config: PretrainedConfig | None, vocabulary: int | None
-) -> Checkpoint:
+) -> SourceCheckpoint:
     """Open a step of DeepSpeed's own checkpoints.
 
     Raises:
@@ -57,14 +57,14 @@ def open_deepspeed(
 
 def open_universal(
     folder: Path, config: PretrainedConfig | None, vocabulary: int | None
-) -> Checkpoint:
+) -> SourceCheckpoint:
     """Open a folder of DeepSpeed's `ds_to_universal`, or of `zero-tp convert to-universal`."""
     return checkpoint_of("universal", folder, open_universal_states(folder), config)
 
 
 def checkpoint_of(
     trainer: str, folder: Path, states: TrainingState, config: PretrainedConfig | None
-) -> Checkpoint:
+) -> SourceCheckpoint:
     """Return a checkpoint with the masters, and the frozen parameters and buffers beside them."""
     config = find_config(folder, states.saved) if config is None else config
     named = {**states.others, **states.masters}
@@ -78,7 +78,7 @@ def checkpoint_of(
         *([f"the optimizer's states ({', '.join(states.moments)})"] if states.moments else []),
         *([f"extra states ({len(extra)}, such as {extra[0]})"] if extra else []),
     ]
-    return Checkpoint(
+    return SourceCheckpoint(
         trainer=trainer,
         folder=folder,
         config=config,

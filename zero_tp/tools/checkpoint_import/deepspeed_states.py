@@ -32,7 +32,7 @@ from zero_tp.tools.checkpoint_import.stored_tensors import (
     join,
     read_whole,
 )
-from zero_tp.tools.checkpoint_import.unpickling import Record, load_torch
+from zero_tp.tools.checkpoint_import.unpickling import InertObject, load_torch
 
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -302,7 +302,7 @@ def untrained_of(saved: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, 
 def stage_of(rank: Mapping[str, Any]) -> int:
     """Return the stage of a file of states; BF16_Optimizer, of stage 1, records none."""
     stage = rank.get("zero_stage", 1)
-    return int(stage.args[0]) if isinstance(stage, Record) else int(stage)
+    return int(stage.args[0]) if isinstance(stage, InertObject) else int(stage)
 
 
 def _join_flat(parts: Sequence[StoredTensor]) -> StoredTensor:
@@ -417,7 +417,7 @@ def steps_of(
 def loss_scale_of(rank: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a dynamic scaler; empty for a fixed one."""
     scaler = rank.get("loss_scaler")
-    if not isinstance(scaler, Record):
+    if not isinstance(scaler, InertObject):
         return {}
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
     return {name: scaler.fields[name] for name in names if name in scaler.fields}

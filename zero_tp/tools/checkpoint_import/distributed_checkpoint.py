@@ -23,7 +23,7 @@ from zero_tp.tools.checkpoint_import.stored_tensors import (
     Piece,
     StoredTensor,
 )
-from zero_tp.tools.checkpoint_import.unpickling import Record, load_pickle, load_torch
+from zero_tp.tools.checkpoint_import.unpickling import InertObject, load_pickle, load_torch
 
 METADATA = ".metadata"
 
@@ -116,7 +116,7 @@ def open_distributed(folder: Path) -> DistributedCheckpoint:
 
 
 def _regions(
-    folder: Path, storage: Mapping[Record, Record]
+    folder: Path, storage: Mapping[InertObject, InertObject]
 ) -> dict[tuple[str, tuple[int, ...] | None], Region]:
     """Return (tensor, its chunk's offsets) or (object, None) → where it is."""
     regions = {}
@@ -138,7 +138,7 @@ def _regions(
 
 
 def _tensor(
-    name: str, entry: Record, regions: Mapping[tuple[str, tuple[int, ...] | None], Region]
+    name: str, entry: InertObject, regions: Mapping[tuple[str, tuple[int, ...] | None], Region]
 ) -> StoredTensor:
     """Return a tensor of chunks."""
     properties = entry.fields["properties"]

@@ -18,7 +18,7 @@ from zero_tp.tools.checkpoint_import import (
     olmo_core,
     torchtitan,
 )
-from zero_tp.tools.checkpoint_import.source import Checkpoint
+from zero_tp.tools.checkpoint_import.source import SourceCheckpoint
 from zero_tp.tools.checkpoint_import.steps import find_step
 
 
@@ -33,7 +33,7 @@ class Format:
     """
 
     is_format: Callable[[Path], bool]
-    open: Callable[[Path, PretrainedConfig | None, int | None], Checkpoint]
+    open: Callable[[Path, PretrainedConfig | None, int | None], SourceCheckpoint]
 
 
 FORMATS: dict[str, Format] = {
@@ -58,7 +58,7 @@ def open_checkpoint(
     step: int | None = None,
     config: PretrainedConfig | None = None,
     vocabulary: int | None = None,
-) -> Checkpoint:
+) -> SourceCheckpoint:
     """Open the checkpoint of another trainer. Its tensors are not read.
 
     Args:

@@ -27,7 +27,7 @@ from zero_tp.tools.checkpoint_import.layer_files import (
 )
 from zero_tp.tools.checkpoint_import.source import (
     OUR_LAYER,
-    Checkpoint,
+    SourceCheckpoint,
     SourceWeight,
     grouped,
     in_order,
@@ -64,7 +64,7 @@ def is_gpt_neox(folder: Path) -> bool:
 
 def open_gpt_neox(
     folder: Path, config: PretrainedConfig | None, vocabulary: int | None
-) -> Checkpoint:
+) -> SourceCheckpoint:
     """Open a step of GPT-NeoX.
 
     Raises:
@@ -93,7 +93,7 @@ def open_gpt_neox(
     spec = architecture_of(config).spec(config)
     gated = is_new and config.model_type == "llama"
     parallel = spec.layer == "parallel"
-    return Checkpoint(
+    return SourceCheckpoint(
         trainer="gpt-neox",
         folder=folder,
         config=config,

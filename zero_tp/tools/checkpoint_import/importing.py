@@ -12,7 +12,7 @@ import torch
 from zero_tp.data.tokenizer_files import open_tokenizer
 from zero_tp.model.architectures import weights_of
 from zero_tp.model.weights.export import MAX_SHARD_SIZE, check_target, native_entries, write_native
-from zero_tp.tools.checkpoint_import.source import Checkpoint, ParameterReader
+from zero_tp.tools.checkpoint_import.source import ParameterReader, SourceCheckpoint
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ImportResult:
         parameters: numbers of the model.
         read: tensors of the source that were read.
         unused: those that `--ignore` or the format left out.
-        made: tensors that were written.
+        tensors: number that were written.
         dtype: of the written weights.
         notes: lines for the user.
     """
@@ -31,7 +31,7 @@ class ImportResult:
     parameters: int
     read: int
     unused: int
-    made: int
+    tensors: int
     dtype: torch.dtype
     notes: tuple[str, ...]
 
@@ -46,7 +46,7 @@ def stored_dtype(reader: ParameterReader) -> torch.dtype:
 
 
 def import_checkpoint(
-    checkpoint: Checkpoint,
+    checkpoint: SourceCheckpoint,
     output: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -88,7 +88,7 @@ def import_checkpoint(
         parameters=sum(math.prod(reader.shapes[weight.our_name]) for weight in weights),
         read=len(reader.used),
         unused=len(checkpoint.tensors.keys() - reader.used),
-        made=len(entries),
+        tensors=len(entries),
         dtype=written,
         notes=(*checkpoint.notes, *reader.notes),
     )

@@ -20,9 +20,9 @@ from zero_tp.tools.checkpoint_import.distributed_checkpoint import (
     open_distributed,
 )
 from zero_tp.tools.checkpoint_import.megatron_config import config_of
-from zero_tp.tools.checkpoint_import.source import Checkpoint, without_tied_head
+from zero_tp.tools.checkpoint_import.source import SourceCheckpoint, without_tied_head
 from zero_tp.tools.checkpoint_import.stored_tensors import StoredTensor, join
-from zero_tp.tools.checkpoint_import.unpickling import Record, load_torch, tensors_in
+from zero_tp.tools.checkpoint_import.unpickling import InertObject, load_torch, tensors_in
 
 COMMON = "common.pt"
 RANK_FOLDER = re.compile(r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?")
@@ -53,7 +53,7 @@ def is_megatron(folder: Path) -> bool:
 
 def open_megatron(
     folder: Path, config: PretrainedConfig | None, vocabulary: int | None
-) -> Checkpoint:
+) -> SourceCheckpoint:
     """Open a step of Megatron-LM.
 
     Raises:
@@ -79,7 +79,7 @@ def open_megatron(
     if config.tie_word_embeddings:
         # The last stage of a pipeline has a copy.
         tensors = without_tied_head(folder, tensors, megatron_names.EMBEDDING, megatron_names.HEAD)
-    return Checkpoint(
+    return SourceCheckpoint(
         trainer="megatron",
         folder=folder,
         config=config,
@@ -129,12 +129,12 @@ def _open_distributed(
         raise UserError(f"{folder / COMMON}: holds no dict; copy the checkpoint again")
     args = _fields(common.get("args"))
     args.setdefault("checkpoint_version", common.get("checkpoint_version"))
-    return args, megatron_names.one_name_each(content.tensors), list(content.objects)
+    return args, megatron_names.canonical_names(content.tensors), list(content.objects)
 
 
 def _fields(args: Any) -> dict[str, Any]:
     """Return the fields of an argparse.Namespace, or of a dict."""
-    if isinstance(args, Record):
+    if isinstance(args, InertObject):
         return dict(args.fields)
     return dict(args) if isinstance(args, dict) else {}
 

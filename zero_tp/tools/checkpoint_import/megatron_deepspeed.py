@@ -27,9 +27,9 @@ from zero_tp.tools.checkpoint_import.layer_files import (
     rename,
 )
 from zero_tp.tools.checkpoint_import.megatron_config import config_of
-from zero_tp.tools.checkpoint_import.source import Checkpoint, SourceWeight
+from zero_tp.tools.checkpoint_import.source import SourceCheckpoint, SourceWeight
 from zero_tp.tools.checkpoint_import.stored_tensors import StoredTensor, join
-from zero_tp.tools.checkpoint_import.unpickling import Record
+from zero_tp.tools.checkpoint_import.unpickling import InertObject
 
 NAMESPACE = "argparse.Namespace"
 IGNORABLE = (r".*rotary_(pos_)?emb\.inv_freq",)
@@ -51,7 +51,7 @@ _OUTER = {
 
 def _args_of(state: Mapping[str, Any]) -> dict[str, Any]:
     args = state.get("args")
-    return dict(args.fields) if isinstance(args, Record) and args.name == NAMESPACE else {}
+    return dict(args.fields) if isinstance(args, InertObject) and args.name == NAMESPACE else {}
 
 
 def is_megatron_deepspeed(folder: Path) -> bool:
@@ -61,7 +61,7 @@ def is_megatron_deepspeed(folder: Path) -> bool:
 
 def open_megatron_deepspeed(
     folder: Path, config: PretrainedConfig | None, vocabulary: int | None
-) -> Checkpoint:
+) -> SourceCheckpoint:
     """Open a step of Megatron-DeepSpeed.
 
     Raises:
@@ -94,7 +94,7 @@ def open_megatron_deepspeed(
     numbers = layer_numbers(folder, files.ranks[0], INSIDE) if files.pipelines else {}
     ranks = [rename(folder, rank, partial(_usual, numbers=numbers)) for rank in files.ranks]
     gated = bool(args.get("swiglu"))
-    return Checkpoint(
+    return SourceCheckpoint(
         trainer="megatron-deepspeed",
         folder=folder,
         config=config,

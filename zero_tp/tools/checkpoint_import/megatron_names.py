@@ -1,7 +1,7 @@
 """The tensors of Megatron's GPTModel: its table, and one name for each however it was saved.
 
 Source: megatron-core 0.16.1 (`models/gpt/gpt_model.py`, `transformer/`). The names of the table are
-those of local layers, one layer and one expert at a time; `one_name_each` translates the others.
+those of local layers, one layer and one expert at a time; `canonical_names` translates the others.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def usual_name(name: str) -> str:
     return name
 
 
-def one_name_each(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def canonical_names(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return one tensor for each layer and expert, by the names of the table.
 
     Of `torch_dist`'s three shapes, with 2 layers and 4 experts:
@@ -88,8 +88,8 @@ def _layers(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor
 
 def _experts(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
     prefix = ".mlp.experts.experts."
-    before, found, inner = name.partition(prefix)
-    if not found or inner[0].isdigit():
+    before, _, inner = name.partition(prefix)
+    if not inner or inner[0].isdigit():
         yield name, tensor
         return
     for number in range(tensor.shape[0]):

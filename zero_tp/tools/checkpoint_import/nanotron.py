@@ -24,7 +24,7 @@ from zero_tp.tools.checkpoint_import.recorded_fields import RecordedFields, deri
 from zero_tp.tools.checkpoint_import.safetensors_file import SafetensorsFile, open_safetensors
 from zero_tp.tools.checkpoint_import.source import (
     OUR_LAYER,
-    Checkpoint,
+    SourceCheckpoint,
     SourceWeight,
     fused,
     in_order,
@@ -59,7 +59,7 @@ def is_nanotron(folder: Path) -> bool:
 
 def open_nanotron(
     folder: Path, config: PretrainedConfig | None, vocabulary: int | None
-) -> Checkpoint:
+) -> SourceCheckpoint:
     """Open a step of nanotron.
 
     Raises:
@@ -88,7 +88,7 @@ def open_nanotron(
         len(list((folder / "optimizer").rglob("*.*"))) if (folder / "optimizer").is_dir() else 0
     )
     neighbours = bool(recorded["rope_interleaved"])
-    return Checkpoint(
+    return SourceCheckpoint(
         trainer="nanotron",
         folder=folder,
         config=config,

@@ -22,7 +22,7 @@ from zero_tp.tools.checkpoint_import.distributed_checkpoint import (
 from zero_tp.tools.checkpoint_import.recorded_fields import RecordedFields, derive_config
 from zero_tp.tools.checkpoint_import.source import (
     OUR_LAYER,
-    Checkpoint,
+    SourceCheckpoint,
     SourceWeight,
     without_tied_head,
 )
@@ -63,7 +63,7 @@ def is_olmo_core(folder: Path) -> bool:
 
 def open_olmo_core(
     folder: Path, config: PretrainedConfig | None, vocabulary: int | None
-) -> Checkpoint:
+) -> SourceCheckpoint:
     """Open a step of OLMo-core.
 
     Raises:
@@ -92,7 +92,7 @@ def open_olmo_core(
         _check_block(model, spec, config, path)
     if config.tie_word_embeddings:
         tensors = without_tied_head(folder, tensors, "embeddings.weight", HEAD)
-    return Checkpoint(
+    return SourceCheckpoint(
         trainer="olmo-core",
         folder=folder,
         config=config,

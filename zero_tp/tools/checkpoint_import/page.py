@@ -37,7 +37,7 @@ def text_tokens(tokenizer: Path, file: Path | None) -> Tensor:
     return torch.tensor(ids[:TOKENS])
 
 
-def given_tokens(file: Path) -> Tensor:
+def read_ids(file: Path) -> Tensor:
     """Return the ids of a file, with spaces, commas or as a JSON list between them. [tokens]"""
     try:
         text = read_regular(file).decode()

@@ -82,7 +82,7 @@ class WrittenWeights:
         return weight.from_hf(divide_by_sizes(parts, [weight], self.directory))
 
 
-class _Rows(nn.Module):
+class _StreamedEmbedding(nn.Module):
     """An embedding of which only the rows that are asked for are read."""
 
     def __init__(self, embedding: nn.Module, name: str, weights: WrittenWeights) -> None:
@@ -98,7 +98,7 @@ class _Rows(nn.Module):
         return rows if self.scale is None else rows * self.scale
 
 
-class _Head(nn.Module):
+class _StreamedHead(nn.Module):
     """A head whose logits are computed from some of its rows at a time."""
 
     def __init__(self, head: nn.Linear, name: str, weights: WrittenWeights) -> None:
@@ -165,8 +165,8 @@ def streamed_model(directory: Path) -> Any:
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     name = names[id(embedding)]
-    _replace(model, name, _Rows(embedding, f"{name}.weight", weights))
-    _replace(model, names[id(head)], _Head(head, names[id(head)], weights))
+    _replace(model, name, _StreamedEmbedding(embedding, f"{name}.weight", weights))
+    _replace(model, names[id(head)], _StreamedHead(head, names[id(head)], weights))
     for layer_name, layer in _layers(model):
         _stream(model, layer_name, layer, weights)
     inside = tuple(f"{layer_name}." for layer_name, _ in _layers(model))

@@ -237,7 +237,7 @@ class SourceStates:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class SourceCheckpoint:
     """A checkpoint of another trainer.
 
     Attributes:
@@ -339,7 +339,7 @@ class ParameterReader:
         UserError: a tensor is missing, unused, or of another shape.
     """
 
-    checkpoint: Checkpoint
+    checkpoint: SourceCheckpoint
     ignored: Sequence[str] = ()
     shapes: dict[str, tuple[int, ...]] = field(init=False)
     used: set[str] = field(init=False, default_factory=set)

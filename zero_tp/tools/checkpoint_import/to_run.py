@@ -28,9 +28,9 @@ from zero_tp.run.checkpoint.imported import Imported, ImportedGroup, ImportedOpt
 from zero_tp.run.checkpoint.manifest import Parallelism, states_file, versions
 from zero_tp.run.checkpoint.reader import STARTS, ParameterLayout, tensor_name
 from zero_tp.run.checkpoint.save import describe_tokenizer
-from zero_tp.tools.checkpoint_import.command import given_config
+from zero_tp.tools.checkpoint_import.command import read_config
 from zero_tp.tools.checkpoint_import.formats import FORMATS, open_checkpoint
-from zero_tp.tools.checkpoint_import.source import Checkpoint, ParameterReader, SourceStates
+from zero_tp.tools.checkpoint_import.source import ParameterReader, SourceCheckpoint, SourceStates
 
 NO_UPDATES = {"global_steps": 0, "global_samples": 0, "skipped_steps": 0}
 
@@ -43,7 +43,7 @@ def convert_to_run(options: argparse.Namespace) -> list[str]:
         options.source,
         name=options.format,
         step=options.step,
-        config=given_config(options.config),
+        config=read_config(options.config),
         vocabulary=None,
     )
     result = write_run(checkpoint, options.output, options.ignore)
@@ -75,7 +75,7 @@ class RunImport:
     notes: tuple[str, ...]
 
 
-def write_run(checkpoint: Checkpoint, run: Path, ignored: Sequence[str] = ()) -> RunImport:
+def write_run(checkpoint: SourceCheckpoint, run: Path, ignored: Sequence[str] = ()) -> RunImport:
     """Write a run's directory with one checkpoint.
 
     Raises:
@@ -129,7 +129,7 @@ def _read(reader: ParameterReader, name: str) -> Tensor:
     return reader.read(name).float().flatten().contiguous()
 
 
-def _trained_names(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
+def _trained_names(checkpoint: SourceCheckpoint) -> dict[str, tuple[str, ...]]:
     """Return our parameter → the tensors of transformers' class that it consists of."""
     weights = {weight.our_name: weight for weight in checkpoint.weights}
     return {
@@ -140,7 +140,7 @@ def _trained_names(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
 
 
 def _check_trained(
-    checkpoint: Checkpoint, states: SourceStates, names: Mapping[str, tuple[str, ...]]
+    checkpoint: SourceCheckpoint, states: SourceStates, names: Mapping[str, tuple[str, ...]]
 ) -> None:
     """Refuse frozen parameters, and parameters whose parts are in groups of different decay."""
     parts = {part for native in names.values() for part in native}
@@ -152,7 +152,7 @@ def _check_trained(
         )
 
 
-def _layouts(checkpoint: Checkpoint) -> dict[str, ParameterLayout]:
+def _layouts(checkpoint: SourceCheckpoint) -> dict[str, ParameterLayout]:
     """Return the layout of each parameter and buffer of a run on one rank."""
     config = checkpoint.config
     spec = architecture_of(config).spec(config)
@@ -161,7 +161,7 @@ def _layouts(checkpoint: Checkpoint) -> dict[str, ParameterLayout]:
 
 
 def _manifest(
-    checkpoint: Checkpoint, described: Mapping[str, ParameterLayout], kinds: list[str]
+    checkpoint: SourceCheckpoint, described: Mapping[str, ParameterLayout], kinds: list[str]
 ) -> dict[str, Any]:
     """Return a manifest without format, step, files and hash."""
     states = checkpoint.states
@@ -196,7 +196,7 @@ def _manifest(
     }
 
 
-def _optimizer(checkpoint: Checkpoint, states: SourceStates) -> ImportedOptimizer:
+def _optimizer(checkpoint: SourceCheckpoint, states: SourceStates) -> ImportedOptimizer:
     """Return the settings of the source's Adam, with our names."""
     owners = {name: number for number, (_, names) in enumerate(states.groups) for name in names}
     members: dict[int, list[str]] = {number: [] for number in range(len(states.groups))}

@@ -21,7 +21,7 @@ from zero_tp.tools.checkpoint_import.distributed_checkpoint import (
 )
 from zero_tp.tools.checkpoint_import.source import (
     OUR_LAYER,
-    Checkpoint,
+    SourceCheckpoint,
     SourceWeight,
     in_order,
     paired,
@@ -51,7 +51,7 @@ def is_torchtitan(folder: Path) -> bool:
 
 def open_torchtitan(
     folder: Path, config: PretrainedConfig | None, vocabulary: int | None
-) -> Checkpoint:
+) -> SourceCheckpoint:
     """Open a step of torchtitan.
 
     Raises:
@@ -85,7 +85,7 @@ def open_torchtitan(
     if config.tie_word_embeddings:
         tensors = without_tied_head(folder, tensors, EMBEDDING, HEAD)
     spec = architecture_of(config).spec(config)
-    return Checkpoint(
+    return SourceCheckpoint(
         trainer="torchtitan",
         folder=folder,
         config=config,

@@ -1,7 +1,7 @@
 """Read what `torch.save` wrote without importing or calling anything that a file names.
 
 A pickle names classes and functions, which an unpickler imports and calls. Here tensors become
-`FileTensor`s, plain containers themselves, and any other class or function an inert `Record` of
+`FileTensor`s, plain containers themselves, and any other class or function an `InertObject` of
 what it was called with.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,7 @@ STORAGES = {
 """Typed storages, by which `torch.save` names a tensor's dtype."""
 
 
-class Record:
+class InertObject:
     """An object of a class that is not imported, or the result of a function that is not called.
 
     Attributes:
@@ -56,7 +57,7 @@ class Record:
 
     name = ""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Record:
+    def __new__(cls, *args: Any, **kwargs: Any) -> InertObject:
         record = super().__new__(cls)
         record.args = args
         record.fields = dict(kwargs)
@@ -170,7 +171,7 @@ class _Unpickler(pickle.Unpickler):
                 return table[module, name]
         if module in ("torch", "torch.storage") and name in (*STORAGES, "UntypedStorage"):
             return Storage(0, 0, STORAGES.get(name))
-        return type("Record", (Record,), {"name": f"{module}.{name}"})
+        return type("InertObject", (InertObject,), {"name": f"{module}.{name}"})
 
     def persistent_load(self, identity: Any) -> Storage:
         if self.storage is None or not isinstance(identity, tuple) or identity[0] != "storage":
@@ -264,8 +265,7 @@ def _load_archive(archive: zipfile.ZipFile, path: Path, start: int, file: Any) -
             raise pickle.UnpicklingError("a compressed tensor")
         # The local header's own name and extra field tell where the data begin.
         file.seek(info.header_offset)
-        header = file.read(30)
-        name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+        name, extra = struct.unpack("<26x2H", file.read(30))
         return start + info.header_offset + 30 + name + extra, info.file_size
 
     return _Unpickler(io.BytesIO(archive.read(entries["data.pkl"])), path, storage).load()
@@ -285,9 +285,6 @@ class _Window(io.RawIOBase):
 
     def readable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self.position
 
     def seek(self, offset: int, whence: int = 0) -> int:
         self.position = offset + (0, self.position, self.size)[whence]
@@ -318,7 +315,7 @@ def tensors_in(
             yield name, inner
         elif isinstance(inner, dict):
             yield from tensors_in(inner, f"{name}.", path=path)
-        elif isinstance(inner, Record) and not name.endswith("_extra_state"):
+        elif isinstance(inner, InertObject) and not name.endswith("_extra_state"):
             raise UserError(
                 f"{path or 'the checkpoint'}: {name} is made by {inner.name}, which is not called; "
                 "save it as a plain tensor"
