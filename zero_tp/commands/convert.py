@@ -41,7 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_import_arguments(to_hf)
     _add_export_arguments(to_hf)
-    inspect.add_source(to_hf)
+    to_hf.add_argument(
+        "source",
+        type=Path,
+        metavar="RUN|CHECKPOINT",
+        help="a run (its newest checkpoint), RUN/checkpoints/step_N, or another trainer's folder",
+    )
     average = actions.add_parser(
         "average", help="write the mean of a run's checkpoints as a Hugging Face model directory"
     )

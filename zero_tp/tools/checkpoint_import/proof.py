@@ -1,7 +1,8 @@
 """Show that an imported model predicts a page of text, a layer at a time in memory.
 
-Every fault of an importer, such as exchanged rows or a wrong rotation, keeps all shapes right and
-makes the model worse than a uniform guess, whose loss is ln(vocabulary).
+A fault of an importer, such as exchanged rows, keeps all shapes right, and most make the model
+worse than a uniform guess, whose loss is ln(vocabulary). SmolLM2-135M has 3.6 on the shipped page,
+15.4 with gate and up exchanged, 5.7 with neighbours rotated instead of halves; ln(V) is 10.8.
 """
 
 from __future__ import annotations
