@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from tests.tiers import examples
 from zero_tp.base.errors import UserError
+from zero_tp.tools.checkpoint_import import unpickling
 from zero_tp.tools.checkpoint_import.stored_tensors import FileTensor, read_whole
 from zero_tp.tools.checkpoint_import.unpickling import (
     DTYPES,
@@ -193,3 +194,52 @@ def test_a_tensor_of_a_foreign_function_is_a_record(tmp_path: Path) -> None:
     assert record.name == "torch.nn.init.zeros_"
     with pytest.raises(UserError, match=r"model\.a is made by torch\.nn"):
         dict(tensors_in({"model": {"a": record}}, path=path))
+
+
+ENCODE = b"c_codecs\nencode\n"
+REBUILD = b"ctorch._utils\n_rebuild_tensor\n"
+ATTRIBUTES = b"}Vfoo\nVbar\ns"
+DEFAULTS = b"(N}V__defaults__\n(Vother\ntst"
+
+
+@pytest.mark.parametrize("function", [ENCODE, REBUILD, b"ccollections\nOrderedDict\n"])
+@pytest.mark.parametrize("state", [ATTRIBUTES, DEFAULTS])
+def test_a_file_does_not_change_our_functions(
+    function: bytes, state: bytes, tmp_path: Path
+) -> None:
+    """They would stay changed for the files that are read later."""
+    path = tmp_path / "file.pkl"
+    path.write_bytes(function + state + b"b.")
+    functions = [unpickling._encoded, unpickling._Unpickler._tensor]
+    before = [(function.__defaults__, dict(vars(function))) for function in functions]
+    with pytest.raises(UserError, match="a state of what has none"):
+        load_pickle(path)
+    assert [(function.__defaults__, vars(function)) for function in functions] == before
+
+
+def test_a_files_attributes_do_not_hide_a_dicts_methods(tmp_path: Path) -> None:
+    path = tmp_path / "file.pkl"
+    path.write_bytes(b"ccollections\nOrderedDict\n(tR}Vitems\nVbar\nsb.")
+    assert list(tensors_in(load_pickle(path))) == []
+
+
+def test_dicts_in_themselves_are_one_line(tmp_path: Path) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(100):
+        deep = {"a": deep}
+    cyclic: dict[str, Any] = {}
+    cyclic |= {"a": cyclic, "b": cyclic}
+    for value in (deep, cyclic):
+        path = tmp_path / "file.pkl"
+        path.write_bytes(pickle.dumps(value))
+        with pytest.raises(UserError, match="in themselves, or too deep"):
+            dict(tensors_in(load_pickle(path)))
+
+
+def test_a_compressed_archive_is_not_unpacked(tmp_path: Path) -> None:
+    """A small file could take any memory."""
+    path = tmp_path / "file.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", b"." * 100)
+    with pytest.raises(UserError, match="compressed"):
+        load_torch(path)

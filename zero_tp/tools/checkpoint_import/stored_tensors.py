@@ -72,7 +72,7 @@ class Fixed:
     """Base of what a pickle makes and may not change afterwards."""
 
     def __setstate__(self, state: object) -> None:
-        raise pickle.UnpicklingError("a tensor with a state of its own")
+        raise pickle.UnpicklingError("a state of what has none")
 
 
 @dataclass(frozen=True)

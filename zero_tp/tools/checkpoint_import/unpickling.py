@@ -104,6 +104,22 @@ class Storage(Fixed):
     dtype: torch.dtype | None
 
 
+@dataclass(frozen=True)
+class _Function(Fixed):
+    """A function of ours that a pickle may call; a bare one it could also change, for all files."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+class _OrderedDict(OrderedDict[Any, Any]):
+    """A dict without the attributes of a file's, such as `_metadata`, which could hide methods."""
+
+    def __setstate__(self, state: object) -> None: ...
+
+
 def _plain(kind: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that builds a plain container of nothing but another one."""
 
@@ -131,7 +147,7 @@ def _default_dict(*args: Any) -> dict[Any, Any]:
 
 
 PLAIN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): _plain(OrderedDict),
+    ("collections", "OrderedDict"): _plain(_OrderedDict),
     ("collections", "defaultdict"): _default_dict,
     ("builtins", "dict"): _plain(dict),
     ("builtins", "list"): _plain(list),
@@ -168,7 +184,8 @@ class _Unpickler(pickle.Unpickler):
         module = {"__builtin__": "builtins"}.get(module, module)
         for table in (self.tensors, PLAIN):
             if (module, name) in table:
-                return table[module, name]
+                known = table[module, name]
+                return known if isinstance(known, torch.dtype) else _Function(known)
         if module in ("torch", "torch.storage") and name in (*STORAGES, "UntypedStorage"):
             return Storage(0, 0, STORAGES.get(name))
         return type("InertObject", (InertObject,), {"name": f"{module}.{name}"})
@@ -256,13 +273,13 @@ def _load_archive(archive: zipfile.ZipFile, path: Path, start: int, file: Any) -
     entries = {
         info.filename.partition("/")[2]: info for info in archive.infolist() if not info.is_dir()
     }
+    if any(info.compress_type != zipfile.ZIP_STORED for info in entries.values()):
+        _refuse(path, "compressed, which torch.save does not do")
     if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
         _refuse(path, "written on a big-endian machine")
 
     def storage(key: str) -> tuple[int, int]:
         info = entries[f"data/{key}"]
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise pickle.UnpicklingError("a compressed tensor")
         # The local header's own name and extra field tell where the data begin.
         file.seek(info.header_offset)
         name, extra = struct.unpack("<26x2H", file.read(30))
@@ -298,25 +315,33 @@ class _Window(io.RawIOBase):
         return len(content)
 
 
+DEEPEST = 64
+"""Dicts within each other that are searched for tensors."""
+
+
 def tensors_in(
-    value: Any, prefix: str = "", *, path: Path | None = None
+    value: Any, prefix: str = "", *, path: Path | None = None, parents: tuple[int, ...] = ()
 ) -> Iterator[tuple[str, FileTensor]]:
     """Yield the tensors of nested dicts, by names that join their keys.
 
     Args:
         path: for error messages.
+        parents: identities of the dicts around it.
 
     Raises:
-        UserError: a tensor could be had only by a call of what the file names.
+        UserError: a tensor could be had only by a call of what the file names; a dict is in itself.
     """
+    place = path or "the checkpoint"
+    if id(value) in parents or len(parents) > DEEPEST:
+        raise UserError(f"{place}: dicts are in themselves, or too deep; copy the checkpoint again")
     for key, inner in value.items():
         name = f"{prefix}{key}"
         if isinstance(inner, FileTensor):
             yield name, inner
         elif isinstance(inner, dict):
-            yield from tensors_in(inner, f"{name}.", path=path)
+            yield from tensors_in(inner, f"{name}.", path=path, parents=(*parents, id(value)))
         elif isinstance(inner, InertObject) and not name.endswith("_extra_state"):
             raise UserError(
-                f"{path or 'the checkpoint'}: {name} is made by {inner.name}, which is not called; "
-                "save it as a plain tensor"
+                f"{place}: {name} is made by {inner.name}, which is not called; save it as a plain "
+                "tensor"
             )
