@@ -1,4 +1,8 @@
-"""The Hugging Face config of a model that Megatron-LM's args describe."""
+"""The Hugging Face config of a model that Megatron-LM's args describe.
+
+Source: megatron-core 0.16.1 (`transformer/transformer_config.py`), whose fields are args of the same
+names in Megatron-LM.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,38 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
-from zero_tp.base.errors import UserError, first_line, shown
+from zero_tp.base.errors import UserError
+from zero_tp.tools.checkpoint_import.recorded_fields import REMEDY, RecordedFields, derive_config
 
-ABSENT = object()
+# A setting that no family of these has, and that no tensor tells → its values in those that are
+# read.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "multi_latent_attention": (None, False),
+    "apply_layernorm_1p": (None, False),
+    "hybrid_override_pattern": (None, ""),
+    "heterogeneous_layers_config_path": (None, ""),
+    "heterogeneous_layers_config_encoded_json": (None, ""),
+    "experimental_attention_variant": (None,),
+    "attention_output_gate": (None, False),
+    "apply_residual_connection_post_layernorm": (None, False),
+    "window_size": (None,),
+    "no_rope_freq": (None,),
+    "softmax_scale": (None,),
+    "softmax_type": (None, "vanilla"),
+    "qk_l2_norm": (None, False),
+    "glu_linear_offset": (None, 0),
+    "activation_func_clamp_value": (None,),
+}
+_PLAIN_EXPERTS: dict[str, tuple[Any, ...]] = {
+    "moe_router_score_function": (None, "softmax"),
+    "moe_shared_expert_intermediate_size": (None, 0),
+    "moe_layer_freq": (None, 1),
+    "moe_router_group_topk": (None,),
+    "moe_router_topk_scaling_factor": (None, 1),
+    "moe_apply_probs_on_input": (None, False),
+}
 
 
 def config_of(args: Mapping[str, Any], vocabulary: int | None, folder: Path) -> PretrainedConfig:
@@ -22,10 +53,11 @@ def config_of(args: Mapping[str, Any], vocabulary: int | None, folder: Path) -> 
     Raises:
         UserError: a size is missing, or no family that is derived here has such layers.
     """
-    fields = _Args(args, folder)
+    if not args:
+        raise UserError(f"{folder}: has no args of its training; {REMEDY}")
+    fields = RecordedFields(args, folder)
     model_type = _family(fields)
-    tokens = vocabulary or args.get("vocab_size") or fields["padded_vocab_size"]
-    untied = bool(args.get("untie_embeddings_and_output_weights", False))
+    epsilon = fields.number("norm_epsilon", fields.number("layernorm_epsilon", 1e-5))
     sizes = _sizes(fields)
     if model_type == "gpt2":
         known = {
@@ -34,135 +66,89 @@ def config_of(args: Mapping[str, Any], vocabulary: int | None, folder: Path) -> 
             "n_head": sizes["num_attention_heads"],
             "n_inner": sizes["intermediate_size"],
             "n_positions": sizes["max_position_embeddings"],
-            "layer_norm_epsilon": args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5)),
-            "activation_function": _gelu(args),
+            "layer_norm_epsilon": epsilon,
+            "activation_function": _gelu(fields),
         }
     else:
         known = {**sizes, **_rotary(fields), **_experts(fields, model_type)}
-        known["rms_norm_eps"] = args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5))
+        known["rms_norm_eps"] = epsilon
         if model_type == "llama":
-            bias = bool(args.get("add_bias_linear"))
+            bias = bool(fields.get("add_bias_linear"))
             known |= {"attention_bias": bias, "mlp_bias": bias}
-    # Ids of special tokens belong to a tokenizer, not to the args.
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    try:
-        return AutoConfig.for_model(
-            model_type, vocab_size=tokens, tie_word_embeddings=not untied, **known, **ids
-        )
-    except Exception as error:  # transformers raises types of its own here
-        reason = first_line(error.__cause__ or error)
-        raise UserError(f"{folder}: transformers has no such {model_type}: {reason}") from error
+    known["vocab_size"] = vocabulary or fields.get("vocab_size") or fields["padded_vocab_size"]
+    known["tie_word_embeddings"] = not fields.get("untie_embeddings_and_output_weights", False)
+    return derive_config(model_type, folder, known)
 
 
-class _Args:
-    """Args of which a missing one is an error that names it."""
-
-    def __init__(self, args: Mapping[str, Any], folder: Path) -> None:
-        self.args = args
-        self.folder = folder
-
-    def __getitem__(self, name: str) -> Any:
-        if self.args.get(name) is None:
-            raise UserError(
-                f"{self.folder}: its args have no {name}; give a config.json of the model with "
-                "--config"
-            )
-        return self.args[name]
-
-    def refuse(self, name: str, family: str) -> UserError:
-        value = shown(self.args.get(name))
-        return UserError(
-            f"{self.folder}: {name} {value} with {family}: no family is derived from it; give a "
-            "config.json of the model with --config"
-        )
-
-
-def _family(fields: _Args) -> str:
+def _family(fields: RecordedFields) -> str:
     """Return the model_type whose class computes what the args describe."""
-    args = fields.args
-    if not args:
-        raise UserError(
-            f"{fields.folder}: has no args of its training; give a config.json of the model with "
-            "--config"
-        )
-    for name in ("multi_latent_attention", "apply_layernorm_1p", "hybrid_override_pattern"):
-        if args.get(name):
-            raise fields.refuse(name, "GPTModel")
-    normalization = fields["normalization"]
-    position = fields["position_embedding_type"]
-    if normalization == "LayerNorm":
-        if position != "learned_absolute" or args.get("swiglu") or args.get("num_experts"):
-            raise fields.refuse("position_embedding_type", "LayerNorm")
-        if not args.get("add_bias_linear", True) or args.get("squared_relu"):
-            raise fields.refuse("add_bias_linear", "LayerNorm")
-        if args.get("untie_embeddings_and_output_weights"):
-            raise fields.refuse("untie_embeddings_and_output_weights", "learned positions")
+    for name, values in _PLAIN.items():
+        fields.require(name, values)
+    fields.require("normalization", ("LayerNorm", "RMSNorm"))
+    if fields["normalization"] == "LayerNorm":
+        fields.require("position_embedding_type", ("learned_absolute",))
+        fields.require("add_bias_linear", (True,), True)
+        for name in ("swiglu", "quick_geglu", "squared_relu"):
+            fields.require(name, (None, False))
+        fields.require("num_experts", (None, 0))
+        fields.require("untie_embeddings_and_output_weights", (None, False))
         return "gpt2"
-    if normalization != "RMSNorm" or position != "rope":
-        raise fields.refuse("position_embedding_type", str(normalization))
-    if not args.get("swiglu"):
-        raise fields.refuse("swiglu", "RMSNorm")
-    normed = bool(args.get("qk_layernorm"))
-    if args.get("num_experts"):
+    fields.require("position_embedding_type", ("rope",))
+    fields.require("swiglu", (True,))
+    normed = bool(fields.get("qk_layernorm"))
+    if fields.get("num_experts"):
         return "qwen3_moe" if normed else "mixtral"
     if normed:
         return "qwen3"
-    return "qwen2" if args.get("add_qkv_bias") and not args.get("add_bias_linear") else "llama"
+    return "qwen2" if fields.get("add_qkv_bias") and not fields.get("add_bias_linear") else "llama"
 
 
-def _sizes(fields: _Args) -> dict[str, Any]:
-    heads = fields["num_attention_heads"]
-    groups = heads
-    if fields.args.get("group_query_attention"):
-        groups = fields["num_query_groups"]
+def _sizes(fields: RecordedFields) -> dict[str, Any]:
+    heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
+    grouped = bool(fields.get("group_query_attention"))
     return {
-        "hidden_size": fields["hidden_size"],
-        "num_hidden_layers": fields["num_layers"],
+        "hidden_size": hidden,
+        "num_hidden_layers": fields.size("num_layers"),
         "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "head_dim": fields.args.get("kv_channels") or fields["hidden_size"] // heads,
-        "intermediate_size": fields["ffn_hidden_size"],
-        "max_position_embeddings": fields["max_position_embeddings"],
+        "num_key_value_heads": fields.size("num_query_groups") if grouped else heads,
+        "head_dim": fields.size("kv_channels", hidden // heads),
+        "intermediate_size": fields.size("ffn_hidden_size"),
+        "max_position_embeddings": fields.size("max_position_embeddings"),
     }
 
 
-def _rotary(fields: _Args) -> dict[str, Any]:
-    args = fields.args
-    if args.get("rotary_percent", 1.0) != 1.0:
-        raise fields.refuse("rotary_percent", "RMSNorm")
-    if args.get("use_rope_scaling") or args.get("rotary_seq_len_interpolation_factor"):
-        raise fields.refuse("use_rope_scaling", "RMSNorm")
-    base = float(args.get("rotary_base") or 10_000)
+def _rotary(fields: RecordedFields) -> dict[str, Any]:
+    fields.require("rotary_percent", (None, 1))
+    fields.require("use_rope_scaling", (None, False))
+    fields.require("rotary_seq_len_interpolation_factor", (None,))
+    base = fields.number("rotary_base", 10_000)
     return {"rope_parameters": {"rope_type": "default", "rope_theta": base}}
 
 
-def _gelu(args: Mapping[str, Any]) -> str:
+def _gelu(fields: RecordedFields) -> str:
     """Return the activation: Megatron's fused one is the tanh approximation."""
-    exact = not args.get("bias_gelu_fusion", True) and not args.get("openai_gelu")
+    exact = not fields.get("bias_gelu_fusion", True) and not fields.get("openai_gelu")
     return "gelu" if exact else "gelu_new"
 
 
-def _experts(fields: _Args, model_type: str) -> dict[str, Any]:
-    args = fields.args
+def _experts(fields: RecordedFields, model_type: str) -> dict[str, Any]:
     if model_type not in ("mixtral", "qwen3_moe"):
         return {}
-    if args.get("moe_router_score_function", "softmax") != "softmax":
-        raise fields.refuse("moe_router_score_function", model_type)
-    if args.get("moe_shared_expert_intermediate_size"):
-        raise fields.refuse("moe_shared_expert_intermediate_size", model_type)
-    if args.get("moe_layer_freq", 1) != 1:
-        raise fields.refuse("moe_layer_freq", model_type)
-    size = args.get("moe_ffn_hidden_size") or fields["ffn_hidden_size"]
-    chosen = {"num_experts_per_tok": fields["moe_router_topk"]}
+    for name, values in _PLAIN_EXPERTS.items():
+        fields.require(name, values)
+    balanced = fields.get("moe_router_load_balancing_type")
+    if "sinkhorn" in (balanced if isinstance(balanced, list) else [balanced]):
+        fields.require("moe_router_load_balancing_type", ())
+    size = fields.size("moe_ffn_hidden_size", fields.size("ffn_hidden_size"))
+    count = fields.size("num_experts")
+    known = {"num_experts_per_tok": fields.size("moe_router_topk")}
     # Softmax after the choice is a softmax of all, normalised over the chosen.
-    normalised = not args.get("moe_router_pre_softmax")
     if model_type == "mixtral":
-        if not normalised:
-            raise fields.refuse("moe_router_pre_softmax", model_type)
-        return {**chosen, "num_local_experts": fields["num_experts"], "intermediate_size": size}
+        fields.require("moe_router_pre_softmax", (None, False))
+        return {**known, "num_local_experts": count, "intermediate_size": size}
     return {
-        **chosen,
-        "num_experts": fields["num_experts"],
+        **known,
+        "num_experts": count,
         "moe_intermediate_size": size,
-        "norm_topk_prob": normalised,
+        "norm_topk_prob": not fields.get("moe_router_pre_softmax"),
     }
