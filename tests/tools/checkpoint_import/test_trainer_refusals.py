@@ -78,7 +78,7 @@ MEGATRON_DEEPSPEED = [
     ({**FPDT, "force_ds_sequence_parallel": True}, None, "grouped keys with releases since"),
     (FPDT, None, "use_rotary_position_embeddings: without Ulysses"),
     ({"apply_layernorm_1p": True}, None, "apply_layernorm_1p"),
-    ({"num_layers": None}, None, "its args have no num_layers; give a config.json"),
+    ({"num_layers": None}, None, r"has no args\.num_layers; give a config.json"),
     ({"tensor_model_parallel_size": 4}, None, "has files of 2 TP ranks, and its args say 4"),
     (
         {"use_rotary_position_embeddings": False, "add_position_embedding": False},
@@ -253,7 +253,7 @@ OLMO_CASES: list[Any] = [
     ("model.block_overrides", {"0": {}}, "model.block_overrides"),
     ("model.block.feed_forward.hidden_size", None, "has no model.block.feed_forward.hidden_size"),
     ("train_module", None, "has no train_module.max_sequence_length"),
-    ("model", None, "config.json: has no model's config; give a config.json"),
+    ("model", None, "config.json: has no model; give a config.json"),
 ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, PretrainedConfig
 
 from zero_tp.base.errors import UserError
 from zero_tp.commands import convert
@@ -127,3 +128,60 @@ def test_options_of_other_trainers_are_refused_with_a_run(
     options = parser.parse_args([*words, *([value] if value is not None else [])])
     with pytest.raises(UserError, match=f"^{option}: .* is of zero_tp"):
         convert.main(options)
+
+
+def given(**changes: Any) -> PretrainedConfig:
+    """The config of ARGS with changes that no shape tells."""
+    fields = {
+        "vocab_size": 11,
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "intermediate_size": 10,
+        "max_position_embeddings": 16,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+    return AutoConfig.for_model(changes.pop("model_type", "llama"), **fields | changes)
+
+
+def theta(base: float, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": base, **more}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12}, "attention heads 4"),
+        ({"rms_norm_eps": 1e-6}, "epsilon of norms 1e-05.* has 1e-06"),
+        (theta(5e5), "rotary frequencies of layer 0"),
+        ({"hidden_act": "gelu"}, "activation"),
+        ({"model_type": "mistral", "sliding_window": 4}, "windows of attention"),
+    ],
+)
+def test_a_config_that_computes_something_else_than_was_recorded(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """All of these have the shapes of the checkpoint."""
+    write_ranks(tmp_path, ARGS)
+    with pytest.raises(UserError, match=f"recorded {message}"):
+        open_checkpoint(tmp_path, config=given(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"model_type": "mistral", "sliding_window": 16}, theta(1e4)]
+)
+def test_a_config_of_another_name_that_agrees(changes: dict[str, Any], tmp_path: Path) -> None:
+    write_ranks(tmp_path, ARGS)
+    opened = open_checkpoint(tmp_path, config=given(**changes))
+    assert ParameterReader(opened).checkpoint.notes == ()
+
+
+def test_a_config_that_cannot_be_compared_is_said(tmp_path: Path) -> None:
+    write_ranks(tmp_path, {**ARGS, "window_size": [4, 0]})
+    with pytest.raises(UserError, match=r"args\.window_size .*: no family is derived from it"):
+        open_checkpoint(tmp_path)
+    opened = open_checkpoint(tmp_path, config=given(model_type="mistral", sliding_window=5))
+    assert len(opened.notes) == 1 and "window_size" in opened.notes[0]

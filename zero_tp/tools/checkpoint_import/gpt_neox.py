@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from zero_tp.base.errors import UserError
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
+from zero_tp.tools.checkpoint_import.agreement import choose_config
 from zero_tp.tools.checkpoint_import.gpt_neox_config import config_of, recorded_settings
 from zero_tp.tools.checkpoint_import.layer_files import (
     RankSum,
@@ -83,8 +84,8 @@ def open_gpt_neox(
         )
     ranks = [_usual_names(folder, rank) for rank in files.ranks]
     is_new = any(".mlp.linear1." in name for name in ranks[0])
-    if config is None:
-        config = config_of({**recorded_settings(folder), **args}, vocabulary, folder)
+    settings = {**recorded_settings(folder), **args}
+    config, notes = choose_config(config, lambda: config_of(settings, vocabulary, folder), folder)
     if config.model_type not in FAMILIES:
         raise UserError(
             f"--config: {config.model_type} is not read from GPT-NeoX; give a config of "
@@ -102,6 +103,7 @@ def open_gpt_neox(
         padded=(EMBEDDING, HEAD),
         left_out=(f"the optimizer's states ({files.states} files)",) if files.states else (),
         ignorable=IGNORABLE,
+        notes=notes,
     )
 
 

@@ -14,6 +14,7 @@ from zero_tp.base.errors import UserError, shown
 from zero_tp.base.strict_json import read_json
 from zero_tp.model.architectures import architecture_of
 from zero_tp.tools.checkpoint_import import megatron_names
+from zero_tp.tools.checkpoint_import.agreement import choose_config
 from zero_tp.tools.checkpoint_import.distributed_checkpoint import (
     METADATA,
     is_distributed,
@@ -67,8 +68,7 @@ def open_megatron(
     else:
         args, tensors = _open_ranks(folder)
         extra = []
-    if config is None:
-        config = config_of(args, vocabulary, folder)
+    config, notes = choose_config(config, lambda: config_of(args, vocabulary, folder), folder)
     _check_args(args, folder, distributed=distributed)
     states = sorted(name for name in tensors if re.fullmatch(IGNORABLE[0], name))
     left_out = [
@@ -88,6 +88,7 @@ def open_megatron(
         padded=megatron_names.PADDED,
         left_out=tuple(left_out),
         ignorable=IGNORABLE,
+        notes=notes,
     )
 
 

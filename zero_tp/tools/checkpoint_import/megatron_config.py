@@ -1,7 +1,7 @@
 """The Hugging Face config of a model that Megatron-LM's args describe.
 
-Source: megatron-core 0.16.1 (`transformer/transformer_config.py`), whose fields are args of the same
-names in Megatron-LM.
+Source: megatron-core 0.16.1 (`transformer/transformer_config.py`); Megatron-LM's args have
+the names of its fields.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def config_of(args: Mapping[str, Any], vocabulary: int | None, folder: Path) -> 
     """
     if not args:
         raise UserError(f"{folder}: has no args of its training; {REMEDY}")
-    fields = RecordedFields(args, folder)
+    fields = RecordedFields(args, folder, "args.")
     model_type = _family(fields)
     epsilon = fields.number("norm_epsilon", fields.number("layernorm_epsilon", 1e-5))
     sizes = _sizes(fields)

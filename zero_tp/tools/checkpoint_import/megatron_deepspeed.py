@@ -19,6 +19,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.tools.checkpoint_import import megatron_names
+from zero_tp.tools.checkpoint_import.agreement import choose_config
 from zero_tp.tools.checkpoint_import.layer_files import (
     first_state,
     join_all,
@@ -82,8 +83,9 @@ def open_megatron_deepspeed(
             f"{folder}: has files of {len(files.ranks)} TP ranks, and its args say {degree}; copy "
             "the checkpoint again"
         )
-    if config is None:
-        config = config_of(megatron_args(args, folder), vocabulary, folder)
+    config, notes = choose_config(
+        config, lambda: config_of(megatron_args(args, folder), vocabulary, folder), folder
+    )
     spec = architecture_of(config).spec(config)
     thirds = has_thirds(args)
     if thirds and spec.kv_heads != spec.heads:
@@ -103,6 +105,7 @@ def open_megatron_deepspeed(
         padded=megatron_names.PADDED,
         left_out=(f"the optimizer's states ({files.states} files)",) if files.states else (),
         ignorable=IGNORABLE,
+        notes=notes,
     )
 
 

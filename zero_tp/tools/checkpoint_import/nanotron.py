@@ -20,6 +20,7 @@ from zero_tp.base.strict_json import read_json
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.parallel.spans import Span, Spans
+from zero_tp.tools.checkpoint_import.agreement import choose_config
 from zero_tp.tools.checkpoint_import.recorded_fields import RecordedFields, derive_config
 from zero_tp.tools.checkpoint_import.safetensors_file import SafetensorsFile, open_safetensors
 from zero_tp.tools.checkpoint_import.source import (
@@ -75,8 +76,7 @@ def open_nanotron(
             "together, else false"
         )
     tensors = _tensors(folder)
-    if config is None:
-        config = config_of(recorded, vocabulary, path)
+    config, notes = choose_config(config, lambda: config_of(recorded, vocabulary, path), path)
     if config.model_type not in FAMILIES:
         raise UserError(
             f"--config: {config.model_type} is not read from nanotron; give a config of "
@@ -96,6 +96,7 @@ def open_nanotron(
         weights=list(weights(spec, neighbours=neighbours)),
         padded=(EMBEDDING, HEAD),
         left_out=(f"the optimizer's states ({states} files)",) if states else (),
+        notes=notes,
     )
 
 

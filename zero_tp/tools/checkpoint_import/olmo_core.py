@@ -15,11 +15,12 @@ from zero_tp.base.errors import UserError, shown
 from zero_tp.base.strict_json import read_json
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
+from zero_tp.tools.checkpoint_import.agreement import choose_config
 from zero_tp.tools.checkpoint_import.distributed_checkpoint import (
     is_distributed,
     open_distributed,
 )
-from zero_tp.tools.checkpoint_import.recorded_fields import RecordedFields, derive_config
+from zero_tp.tools.checkpoint_import.recorded_fields import REMEDY, RecordedFields, derive_config
 from zero_tp.tools.checkpoint_import.source import (
     OUR_LAYER,
     SourceCheckpoint,
@@ -81,15 +82,10 @@ def open_olmo_core(
     path = folder / "config.json"
     recorded = read_json(path) if path.is_file() else {}
     model = recorded.get("model")
-    if config is None:
-        if not isinstance(model, dict):
-            raise UserError(
-                f"{path}: has no model's config; give a config.json of the model with --config"
-            )
-        config = config_of(recorded, vocabulary, path)
+    if config is not None and isinstance(model, dict):
+        _check_block(model, config, path)
+    config, notes = choose_config(config, lambda: config_of(recorded, vocabulary, path), path)
     spec = architecture_of(config).spec(config)
-    if isinstance(model, dict):
-        _check_block(model, spec, config, path)
     if config.tie_word_embeddings:
         tensors = without_tied_head(folder, tensors, "embeddings.weight", HEAD)
     return SourceCheckpoint(
@@ -100,15 +96,14 @@ def open_olmo_core(
         weights=list(weights(spec)),
         padded=("embeddings.weight", HEAD),
         left_out=(f"the optimizer's states ({states} tensors)",) if states else (),
+        notes=notes,
     )
 
 
-def _check_block(
-    model: Mapping[str, Any], spec: TransformerSpec, config: PretrainedConfig, path: Path
-) -> None:
+def _check_block(model: Mapping[str, Any], config: PretrainedConfig, path: Path) -> None:
     """Refuse norms at other places, whose names and shapes are the same."""
     name = RecordedFields(model, path).get("block.name")
-    if name in BLOCKS and BLOCKS[name] != spec.layer:
+    if name in BLOCKS and BLOCKS[name] != architecture_of(config).spec(config).layer:
         raise UserError(
             f"{path}: block.name {shown(name)} has its norms at other places than "
             f"{config.model_type}; give the --config of the model that was trained"
@@ -135,6 +130,8 @@ def config_of(recorded: Mapping[str, Any], vocabulary: int | None, path: Path) -
         UserError: a size is missing, or no family that is derived here has such layers.
     """
     whole = RecordedFields(recorded, path)
+    if not isinstance(whole["model"], dict):
+        raise UserError(f"{path}: model is no config; {REMEDY}")
     model = _Model(whole["model"], path, "model.")
     model.require("name", (None, "default"))
     model.require("block.name", tuple(BLOCKS))

@@ -1,0 +1,95 @@
+"""Compare a config that the user gives with what the trainer recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from zero_tp.base.errors import UserError
+from zero_tp.model.architectures import architecture_of
+from zero_tp.model.architectures.spec import Rotary, TransformerSpec
+
+CPU = torch.device("cpu")
+
+
+def choose_config(
+    given: PretrainedConfig | None, derive: Callable[[], PretrainedConfig], path: Path
+) -> tuple[PretrainedConfig, tuple[str, ...]]:
+    """Return the given config, else that which the trainer's own settings describe.
+
+    Args:
+        derive: returns the latter.
+        path: of those settings.
+
+    Returns:
+        The config, and a line for the user if no family has the settings, so that a given config
+        was not compared with them.
+
+    Raises:
+        UserError: both compute something else with weights of the same shapes.
+    """
+    if given is None:
+        return derive(), ()
+    try:
+        recorded = derive()
+    except UserError as error:
+        reason = str(error).partition("; ")[0]
+        return given, (f"the config is not compared with recorded settings: {reason}",)
+    specs = [architecture_of(config).spec(config) for config in (recorded, given)]
+    for name, theirs, ours in differences(*specs):
+        raise UserError(
+            f"{path}: recorded {name} {theirs}, and the config that was given has {ours}; give the "
+            "--config that the model was trained with"
+        )
+    return given, ()
+
+
+def differences(
+    recorded: TransformerSpec, given: TransformerSpec
+) -> Iterator[tuple[str, object, object]]:
+    """Yield (name, recorded value, given value) of what models of the same shapes differ in."""
+    for name, theirs, ours in (
+        ("attention heads", recorded.heads, given.heads),
+        ("key heads", recorded.kv_heads, given.kv_heads),
+        ("features of a head", recorded.head_size, given.head_size),
+        ("positions", recorded.position, given.position),
+    ):
+        if theirs != ours:
+            yield name, theirs, ours
+    if not math.isclose(recorded.norm_epsilon, given.norm_epsilon):
+        yield "epsilon of norms", recorded.norm_epsilon, given.norm_epsilon
+    points = torch.linspace(-4, 4, 33)
+    if not torch.allclose(recorded.activation(points), given.activation(points), atol=1e-5):
+        yield "activation", recorded.activation, given.activation
+    longest = recorded.positions
+    windows = [
+        [min(window or longest, longest) for window in spec.windows] for spec in (recorded, given)
+    ]
+    if windows[0] != windows[1]:
+        yield "windows of attention", *windows
+    for layer, (theirs, ours) in enumerate(zip(recorded.rotaries, given.rotaries, strict=False)):
+        turns = [_turns(rotary, longest) for rotary in (theirs, ours)]
+        if not torch.equal(*turns):
+            yield f"rotary frequencies of layer {layer}", *map(_described, turns)
+            break
+    if recorded.experts is not None and given.experts is not None:
+        for name in ("per_token", "normalised", "router", "scale"):
+            theirs, ours = (getattr(spec.experts, name) for spec in (recorded, given))
+            if theirs != ours:
+                yield f"experts' {name}", theirs, ours
+
+
+def _turns(rotary: Rotary | None, length: int) -> torch.Tensor:
+    """Return the radians per position of each pair of features; empty if none rotates."""
+    if rotary is None:
+        return torch.empty(0)
+    frequencies, scale = rotary.frequencies(length, CPU)
+    return frequencies * scale
+
+
+def _described(turns: torch.Tensor) -> str:
+    return f"1 to {float(turns[-1]):.3g}, {len(turns)} pairs," if len(turns) else "none"
