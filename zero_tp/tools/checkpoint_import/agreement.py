@@ -70,11 +70,11 @@ def differences(
         [min(window or longest, longest) for window in spec.windows] for spec in (recorded, given)
     ]
     if windows[0] != windows[1]:
-        yield "windows of attention", *windows
-    for layer, (theirs, ours) in enumerate(zip(recorded.rotaries, given.rotaries, strict=False)):
-        turns = [_turns(rotary, longest) for rotary in (theirs, ours)]
-        if not torch.equal(*turns):
-            yield f"rotary frequencies of layer {layer}", *map(_described, turns)
+        yield "windows of attention", windows[0], windows[1]
+    for layer, rotaries in enumerate(zip(recorded.rotaries, given.rotaries, strict=False)):
+        before, now = (_turns(rotary, longest) for rotary in rotaries)
+        if not torch.equal(before, now):
+            yield f"rotary frequencies of layer {layer}", _described(before), _described(now)
             break
     if recorded.experts is not None and given.experts is not None:
         for name in ("per_token", "normalised", "router", "scale"):
