@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint as distributed
 from transformers import AutoConfig, PretrainedConfig
 
 from zero_tp.base.errors import UserError
 from zero_tp.commands import convert
+from zero_tp.tools.checkpoint_import.distributed_checkpoint import open_distributed
 from zero_tp.tools.checkpoint_import.formats import open_checkpoint
+from zero_tp.tools.checkpoint_import.importing import import_checkpoint
+from zero_tp.tools.checkpoint_import.page import given_tokens
 from zero_tp.tools.checkpoint_import.source import ParameterReader
 from zero_tp.tools.checkpoint_import.steps import find_step
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 ARGS: dict[str, Any] = {
     "num_layers": 2,
@@ -185,3 +192,95 @@ def test_a_config_that_cannot_be_compared_is_said(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     opened = open_checkpoint(tmp_path, config=given(model_type="mistral", sliding_window=5))
     assert len(opened.notes) == 1 and "window_size" in opened.notes[0]
+
+
+@pytest.mark.parametrize("text", ["", "..", "/tmp", "x" * 5000, "absent", "a/../iter_0000003"])
+def test_a_newest_step_that_is_no_folder_here(text: str, tmp_path: Path) -> None:
+    (tmp_path / "iter_0000003").mkdir()
+    (tmp_path / "latest").write_text(f"{text}\n")
+    with pytest.raises(UserError, match=r"latest: names .* not beside it"):
+        find_step(tmp_path, None)
+    assert find_step(tmp_path / "iter_0000003", 3) == tmp_path / "iter_0000003"
+    with pytest.raises(UserError, match="has no step 4"):
+        find_step(tmp_path / "iter_0000003", 4)
+
+
+def test_files_of_a_distributed_checkpoint_are_whole_before_reading(tmp_path: Path) -> None:
+    distributed.save({"a": torch.ones(1000)}, checkpoint_id=tmp_path)
+    (file,) = tmp_path.glob("*.distcp")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    with pytest.raises(UserError, match=f"has {len(content) - 1:,} of {len(content):,} bytes"):
+        open_distributed(tmp_path)
+    file.unlink()
+    with pytest.raises(UserError, match="missing; copy"):
+        open_distributed(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gpt-neox", "megatron-deepspeed"])
+def test_a_format_that_the_folder_has_no_files_of(name: str, tmp_path: Path) -> None:
+    step = write_ranks(tmp_path, ARGS)
+    with pytest.raises(UserError, match=r"give a step of|has no layer_NN-model_NN"):
+        open_checkpoint(step, name=name)
+
+
+def test_what_is_missing_of_torch_dist_is_named(tmp_path: Path) -> None:
+    distributed.save({"a": torch.ones(3)}, checkpoint_id=tmp_path)
+    (tmp_path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    with pytest.raises(UserError, match="has no args of its training"):
+        open_checkpoint(tmp_path)
+
+
+def rewrite(step: Path, change: Callable[[dict[str, Any]], None], stages: tuple[int, ...]) -> None:
+    """Change what the files of some stages hold."""
+    for stage in stages:
+        file = step / f"mp_rank_00_{stage:03d}" / "model_optim_rng.pt"
+        content = torch.load(file, weights_only=False)
+        change(content)
+        torch.save(content, file)
+
+
+def cast(dtype: torch.dtype, pattern: str = "") -> Callable[[dict[str, Any]], None]:
+    def change(content: dict[str, Any]) -> None:
+        model = content["model"]
+        model |= {name: model[name].to(dtype) for name in model if pattern in name}
+
+    return change
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_weights_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Without their scale they are other numbers."""
+    step = write_ranks(tmp_path, ARGS)
+    rewrite(step, cast(dtype), (0, 1))
+    with pytest.raises(UserError, match=f"is of {dtype}, and its scale is not read"):
+        ParameterReader(open_checkpoint(tmp_path))
+
+
+def test_what_is_rounded_is_said(tmp_path: Path) -> None:
+    """Norms in fp32 of a model in bf16."""
+    step = write_ranks(tmp_path / "source", ARGS)
+    rewrite(step, cast(torch.bfloat16), (0, 1))
+    opened = open_checkpoint(tmp_path / "source")
+    assert not any("rounded" in note for note in import_checkpoint(opened, tmp_path / "a").notes)
+    rewrite(step, cast(torch.float32, "layernorm"), (0,))
+    opened = open_checkpoint(tmp_path / "source")
+    result = import_checkpoint(opened, tmp_path / "b")
+    assert result.dtype == torch.bfloat16
+    assert any(note.startswith("2 tensors are rounded, such as") for note in result.notes)
+    exact = import_checkpoint(opened, tmp_path / "c", dtype=torch.float32)
+    assert not any("rounded" in note for note in exact.notes)
+
+
+def test_a_model_that_is_no_dict(tmp_path: Path) -> None:
+    rewrite(write_ranks(tmp_path, ARGS), lambda content: content.update(model=[1]), (0,))
+    with pytest.raises(UserError, match="holds no tensors by name"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["1 -2", "1 x", "1 99999999999999999999", ""])
+def test_ids_that_are_none(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "ids"
+    file.write_text(text)
+    with pytest.raises(UserError, match="is not a token's id"):
+        given_tokens(file)

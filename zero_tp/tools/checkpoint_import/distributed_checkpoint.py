@@ -7,7 +7,7 @@ which each chunk is an archive of `torch.save`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -134,7 +134,20 @@ def _regions(
         offsets = key.fields.get("offset")
         name = key.fields["fqn"], None if offsets is None else tuple(offsets)
         regions[name] = Region(folder / file, fields["offset"], fields["length"])
+    _check_files(regions.values())
     return regions
+
+
+def _check_files(regions: Iterable[Region]) -> None:
+    """Check that all files are whole, before hours of work."""
+    ends = dict[Path, int]()
+    for region in regions:
+        ends[region.path] = max(ends.get(region.path, 0), region.start + region.size)
+    for path, end in sorted(ends.items()):
+        size = path.stat().st_size if path.is_file() else None
+        if size is None or size < end:
+            problem = "missing" if size is None else f"has {size:,} of {end:,} bytes"
+            raise UserError(f"{path}: {problem}; copy the checkpoint again")
 
 
 def _tensor(

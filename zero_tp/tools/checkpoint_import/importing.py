@@ -90,5 +90,20 @@ def import_checkpoint(
         unused=len(checkpoint.tensors.keys() - reader.used),
         tensors=len(entries),
         dtype=written,
-        notes=(*checkpoint.notes, *reader.notes),
+        notes=(*checkpoint.notes, *reader.notes, *(_rounded(reader, written) if not dtype else ())),
     )
+
+
+def _rounded(reader: ParameterReader, written: torch.dtype) -> list[str]:
+    """Return a line on tensors that are stored in a wider dtype than they are written in."""
+    tensors = reader.checkpoint.tensors
+    wider = sorted(
+        name for name in reader.used if torch.promote_types(tensors[name].dtype, written) != written
+    )
+    if not wider:
+        return []
+    stored = str(tensors[wider[0]].dtype).removeprefix("torch.")
+    return [
+        f"{len(wider)} tensors are rounded, such as {wider[0]}, stored in {stored}; --dtype fp32 "
+        "does not"
+    ]

@@ -73,6 +73,11 @@ def read_ranks(folder: Path) -> RankTensors:
         raise UserError(f"{experts[0]}: experts of DeepSpeed are not read; give a dense model")
     layers = files_like(folder, LAYER_FILE)
     whole = files_like(folder, RANK_FILE)
+    if not layers and not whole and not files_like(folder, SHARDED_FILE):
+        raise UserError(
+            f"{folder}: has no layer_NN-model_NN-model_states.pt nor mp_rank_NN_model_states.pt; "
+            "give a step of this trainer, or another --format"
+        )
     if not layers and not whole:
         raise UserError(
             f"{folder}: its weights are sharded by ZeRO-3; load them with the trainer and save "

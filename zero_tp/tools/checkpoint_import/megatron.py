@@ -46,8 +46,9 @@ EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 
 def is_megatron(folder: Path) -> bool:
     """Return whether a folder is one step of Megatron-LM."""
-    distributed = (folder / METADATA).is_file() or (folder / "metadata.json").is_file()
-    return (distributed and (folder / COMMON).is_file()) or any(
+    # One may be missing: opening names it.
+    present = [(folder / name).is_file() for name in (METADATA, "metadata.json", COMMON)]
+    return sum(present) > 1 or any(
         (path / name).is_file() for path in folder.glob("mp_rank_*") for name in RANK_FILES
     )
 
@@ -129,7 +130,8 @@ def _open_distributed(
     if not isinstance(common, dict):
         raise UserError(f"{folder / COMMON}: holds no dict; copy the checkpoint again")
     args = _fields(common.get("args"))
-    args.setdefault("checkpoint_version", common.get("checkpoint_version"))
+    if "checkpoint_version" in common:
+        args.setdefault("checkpoint_version", common["checkpoint_version"])
     return args, megatron_names.canonical_names(content.tensors), list(content.objects)
 
 
@@ -164,7 +166,8 @@ def _open_ranks(folder: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
             raise UserError(f"{file}: holds {type(content).__name__} and no dict of a model")
         if not ranks:
             args = _fields(content.get("args"))
-            args.setdefault("checkpoint_version", content.get("checkpoint_version"))
+            if "checkpoint_version" in content:
+                args.setdefault("checkpoint_version", content["checkpoint_version"])
         numbers = [int(number) for number in match.groups()[1:] if number is not None]
         # One number alone is the stage, or without pipelines the expert rank.
         if len(numbers) == 1 and (args.get("pipeline_model_parallel_size") or 1) == 1:
@@ -206,7 +209,13 @@ def _check_complete(folder: Path, ranks: Sequence[Rank], args: Mapping[str, Any]
                 "checkpoint again"
             )
         count *= size
-    if len(ranks) != count or len({rank.chunks.__len__() for rank in ranks}) != 1:
+    chunks = sorted({len(rank.chunks) for rank in ranks})
+    if len(chunks) > 1:
+        raise UserError(
+            f"{folder}: one rank has {chunks[0]} chunks of the model, another {chunks[1]}; copy "
+            "the checkpoint again"
+        )
+    if len(ranks) != count:
         raise UserError(
             f"{folder}: has {len(ranks)} of the {count} ranks' files; copy the checkpoint again"
         )

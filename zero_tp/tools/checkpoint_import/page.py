@@ -44,7 +44,8 @@ def read_ids(file: Path) -> Tensor:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--verify-ids: {file}: cannot be read ({error}); give ids") from error
     words = re.split(r"[\s,]+", text.strip().strip("[]").strip())
-    wrong = next((word for word in words if not word.isdecimal()), None)
+    # More digits do not fit in 64 bits.
+    wrong = next((word for word in words if not word.isdecimal() or len(word) > 18), None)
     if wrong is not None:
         raise UserError(f"--verify-ids: {file}: {shown(wrong)} is not a token's id; give numbers")
     return torch.tensor([int(word) for word in words][:TOKENS])

@@ -269,6 +269,8 @@ class SourceCheckpoint:
 
 
 BLOCK_ROWS = 8192
+PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Of weights that are what they say: 8-bit ones are quantised."""
 
 
 def without_tied_head(
@@ -287,7 +289,8 @@ def without_tied_head(
     same = first.shape == second.shape
     for start in range(0, total if same else 0, BLOCK_ROWS):
         rows = slice(start, min(start + BLOCK_ROWS, total))
-        same = same and torch.equal(rows_of(first, rows), rows_of(second, rows))
+        # A rank may have cast its own: values are compared, not dtypes.
+        same = same and torch.equal(rows_of(first, rows).double(), rows_of(second, rows).double())
     if not same:
         raise UserError(
             f"{folder}: {head} is not {embedding}, so the model is not tied; give the --config "
@@ -386,6 +389,11 @@ class ParameterReader:
                 raise UserError(
                     f"{source.folder}: tensor {stored_name}: expected shape {expected}, found "
                     f"{tuple(tensor.shape)}; give the --config that the model was trained with"
+                )
+            if tensor.dtype not in PLAIN_DTYPES:
+                raise UserError(
+                    f"{source.folder}: tensor {stored_name} is of {tensor.dtype}, and its scale is "
+                    "not read; save the weights in 16 or 32 bit"
                 )
             self.used.add(stored_name)
             if cut and tensor.shape[0] > expected[0]:

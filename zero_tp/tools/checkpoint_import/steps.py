@@ -42,10 +42,11 @@ def _named_by_latest(root: Path) -> Path | None:
         if not (root / name).is_file():
             continue
         text = (root / name).read_text(encoding="utf-8", errors="replace").strip()
-        folders = (root / text, root / f"iter_{text.zfill(7)}")
-        for folder in folders:
-            if text and Path(text).name == text and folder.is_dir():
-                return folder
+        # Not as a path: a name such as `..`, or one that is too long, is none of a folder here.
+        folders = {path.name: path for path in root.iterdir() if path.is_dir()}
+        for folder in (text, f"iter_{text.zfill(7)}"):
+            if folder in folders:
+                return folders[folder]
         raise UserError(
             f"{root / name}: names {shown(text)}, which is not beside it; give the folder of a step"
         )
@@ -65,6 +66,9 @@ def find_step(source: Path, step: int | None) -> Path:
         raise UserError(f"{source}: no folder there; give a run or a checkpoint")
     if step is not None:
         folders = step_folders(source)
+        own = STEP_FOLDER.fullmatch(source.absolute().name)
+        if not folders and own and int(own[1]) == step:
+            return source
         if step not in folders:
             listed = ", ".join(map(str, folders)) or "none"
             raise UserError(f"--step: {source} has no step {step}; it has {listed}")

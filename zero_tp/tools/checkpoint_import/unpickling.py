@@ -334,6 +334,8 @@ def tensors_in(
     place = path or "the checkpoint"
     if id(value) in parents or len(parents) > DEEPEST:
         raise UserError(f"{place}: dicts are in themselves, or too deep; copy the checkpoint again")
+    if not isinstance(value, dict):
+        raise UserError(f"{place}: holds no tensors by name; copy the checkpoint again")
     for key, inner in value.items():
         name = f"{prefix}{key}"
         if isinstance(inner, FileTensor):
