@@ -342,7 +342,7 @@ def test_a_checkpoint_without_the_key_had_no_groups(tmp_path: Path) -> None:
     fixed = fixed_settings(without)
     del fixed["zero_tp.param_groups"]
     manifest: Any = SimpleNamespace(
-        step=0, fixed=fixed, kinds=["master", "exp_avg"], corpora=["nowhere/train"]
+        step=0, imported=None, fixed=fixed, kinds=["master", "exp_avg"], corpora=["nowhere/train"]
     )
     check_same_run(tmp_path, manifest, without)
     with pytest.raises(UserError, match=r"^zero_tp\.param_groups\.0: .* was started with not set"):

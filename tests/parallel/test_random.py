@@ -124,7 +124,7 @@ def test_a_resumed_run_takes_new_streams_on_another_kind_of_device(
     save_file(states, tmp_path / states_file(0, 0))
     streams = RandomStreams(Topology(), 6)
     engine: Any = SimpleNamespace(topology=Topology(), model=SimpleNamespace(streams=streams))
-    manifest: Any = SimpleNamespace(tensor=1, data=1, sequence=False, step=3)
+    manifest: Any = SimpleNamespace(tensor=1, data=1, sequence=False, step=3, imported=None)
     _restore_streams(engine, tmp_path, manifest, 7)
     expected = saved if size == 5056 else RandomStreams(Topology(), 7 + 3)
     for name, state in streams.state_dict().items():

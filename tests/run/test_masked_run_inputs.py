@@ -125,7 +125,7 @@ def test_a_resumed_run_has_the_same_objective_and_the_same_words(
         "model": {},
     }
     manifest: Any = SimpleNamespace(
-        **json.loads(json.dumps(saved | {"tokenizer_fingerprint": None}))
+        imported=None, **json.loads(json.dumps(saved | {"tokenizer_fingerprint": None}))
     )
     check_same_run(tmp_path, manifest, before.config)
     before.check_resumed(tmp_path, manifest)

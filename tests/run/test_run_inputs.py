@@ -65,7 +65,7 @@ def run_of(folder: Path, model: Mapping[str, Any] = GPT2, **data: Any) -> RunInp
 def saved_of(run: RunInputs, **others: Any) -> Any:
     """Return what a start reads of the manifest of a run's checkpoint."""
     recorded = {"corpora": run.corpora, "tokenizer_fingerprint": None, "step": 1}
-    return SimpleNamespace(**json.loads(json.dumps(recorded | others)))
+    return SimpleNamespace(imported=None, **json.loads(json.dumps(recorded | others)))
 
 
 def test_a_run_goes_on_where_its_forecast_fails(
