@@ -18,7 +18,7 @@ from zero_tp.commands import convert
 from zero_tp.tools.checkpoint_import.distributed_checkpoint import open_distributed
 from zero_tp.tools.checkpoint_import.formats import open_checkpoint
 from zero_tp.tools.checkpoint_import.importing import import_checkpoint
-from zero_tp.tools.checkpoint_import.page import given_tokens
+from zero_tp.tools.checkpoint_import.page import read_ids
 from zero_tp.tools.checkpoint_import.source import ParameterReader
 from zero_tp.tools.checkpoint_import.steps import find_step
 
@@ -283,4 +283,4 @@ def test_ids_that_are_none(text: str, tmp_path: Path) -> None:
     file = tmp_path / "ids"
     file.write_text(text)
     with pytest.raises(UserError, match="is not a token's id"):
-        given_tokens(file)
+        read_ids(file)
