@@ -161,7 +161,11 @@ def import_other(options: argparse.Namespace) -> None:
 
     if options.ema:
         raise UserError("--ema: only checkpoints of zero_tp keep an average; leave it out")
-    show(*convert(options))
+    try:
+        lines = convert(options)
+    except OSError as error:
+        raise _write_error(options.output, error) from error
+    show(*lines)
     if options.push:
         show(f"uploaded to {push(options.output, options.push)}")
 
@@ -209,6 +213,13 @@ def _refuse_import_options(options: argparse.Namespace) -> None:
             )
 
 
+def _write_error(output: Path, error: OSError) -> Exception:
+    """Return the error to raise. One that names its file says enough; a full disk names none."""
+    if error.filename is not None:
+        return error
+    return UserError(f"{output}: can't be written ({error.strerror}); give another --output")
+
+
 def export(options: argparse.Namespace) -> None:
     from zero_tp.run.checkpoint.find import find_checkpoint
 
@@ -234,12 +245,7 @@ def export(options: argparse.Namespace) -> None:
         else:
             converted = to_huggingface(source, output, ema=options.ema, **arguments)
     except OSError as error:
-        # An error that names its file says enough; a full disk names none.
-        if error.filename is not None:
-            raise
-        raise UserError(
-            f"{options.output}: can't be written ({error.strerror}); give another --output"
-        ) from error
+        raise _write_error(options.output, error) from error
     show(
         f"{converted.checkpoint} → {options.output} ({converted.parameters:,} parameters, "
         f"{options.dtype or 'fp32'})"

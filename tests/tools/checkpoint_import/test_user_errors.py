@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -284,3 +285,37 @@ def test_ids_that_are_none(text: str, tmp_path: Path) -> None:
     file.write_text(text)
     with pytest.raises(UserError, match="is not a token's id"):
         read_ids(file)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), UserError, r"can't be written \(No space left\)"),
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
+    ],
+)
+def test_what_ends_in_the_middle_leaves_nothing(
+    error: BaseException,
+    raised: type[BaseException],
+    message: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_ranks(tmp_path / "source", ARGS)
+    parser = argparse.ArgumentParser()
+    convert.add_arguments(parser)
+    output = tmp_path / "model"
+    options = parser.parse_args(
+        ["to-hf", str(tmp_path / "source"), "--no-verify", "--output", str(output)]
+    )
+    read = ParameterReader.read
+
+    def fail(reader: ParameterReader, name: str) -> torch.Tensor:
+        if "layers.1" in name:
+            raise error
+        return read(reader, name)
+
+    monkeypatch.setattr(ParameterReader, "read", fail)
+    with pytest.raises(raised, match=message):
+        convert.main(options)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

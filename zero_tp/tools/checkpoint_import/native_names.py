@@ -7,16 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from transformers import PretrainedConfig
 
 from zero_tp.base.errors import UserError
 from zero_tp.model.architectures import Weight, aliases_of, architecture_of, weights_of
 from zero_tp.tools.checkpoint_import.source import SourceWeight
-from zero_tp.tools.checkpoint_import.stored_tensors import StoredTensor, rows_of
-
-ROWS = 4096
-"""Rows of a tied weight that are compared at a time."""
+from zero_tp.tools.checkpoint_import.stored_tensors import StoredTensor, are_equal
 
 
 def native_weights(config: PretrainedConfig) -> list[SourceWeight]:
@@ -61,22 +57,12 @@ def native_tensors(
         # The class may list the alias first.
         named[second] = named[first]
     for alias, source in aliases.items():
-        if alias in named and source in named and not _are_equal(named[alias], named[source]):
+        if alias in named and source in named and not are_equal(named[alias], named[source]):
             raise UserError(
                 f"{folder}: {alias} and {source} differ, and the config ties them; set "
                 "tie_word_embeddings to false in its config.json, and give it with --config"
             )
     return {name: tensor for name, tensor in named.items() if name not in aliases}
-
-
-def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
-    """Return whether two tensors are one, or have the same bits in every row."""
-    if first is second:
-        return True
-    if first.shape != second.shape:
-        return False
-    blocks = [slice(row, min(row + ROWS, first.shape[0])) for row in range(0, first.shape[0], ROWS)]
-    return all(torch.equal(rows_of(first, rows), rows_of(second, rows)) for rows in blocks)
 
 
 def common_prefix(tensors: Mapping[str, StoredTensor], config: PretrainedConfig) -> str:

@@ -20,6 +20,7 @@ from zero_tp.model.weights.load import native_model, stored_shapes
 from zero_tp.parallel.spans import Span, Spans
 from zero_tp.tools.checkpoint_import.stored_tensors import (
     StoredTensor,
+    are_equal,
     read_into,
     read_whole,
     rows_of,
@@ -268,7 +269,6 @@ class SourceCheckpoint:
     states_problem: str = "states of this trainer are not read"
 
 
-BLOCK_ROWS = 8192
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Of weights that are what they say: 8-bit ones are quantised."""
 
@@ -284,14 +284,7 @@ def without_tied_head(
     rest = {name: tensor for name, tensor in tensors.items() if name != head}
     if head not in tensors or embedding not in tensors:
         return rest
-    first, second = tensors[embedding], tensors[head]
-    total = first.shape[0]
-    same = first.shape == second.shape
-    for start in range(0, total if same else 0, BLOCK_ROWS):
-        rows = slice(start, min(start + BLOCK_ROWS, total))
-        # A rank may have cast its own: values are compared, not dtypes.
-        same = same and torch.equal(rows_of(first, rows).double(), rows_of(second, rows).double())
-    if not same:
+    if not are_equal(tensors[embedding], tensors[head]):
         raise UserError(
             f"{folder}: {head} is not {embedding}, so the model is not tied; give the --config "
             "that it was trained with"

@@ -63,6 +63,23 @@ def rows_of(tensor: StoredTensor, rows: slice) -> Tensor:
     return tensor.read((rows, *whole_index(tensor)[1:]))
 
 
+ROWS = 1024
+"""Rows that are compared at a time."""
+
+
+def are_equal(first: StoredTensor, second: StoredTensor) -> bool:
+    """Return whether two tensors are one, or have the same values in every row, in any dtypes."""
+    if first is second:
+        return True
+    if first.shape != second.shape:
+        return False
+    blocks = [slice(row, min(row + ROWS, first.shape[0])) for row in range(0, first.shape[0], ROWS)]
+    return all(
+        torch.equal(rows_of(first, rows).double(), rows_of(second, rows).double())
+        for rows in blocks
+    )
+
+
 def sizes_of(index: Index) -> tuple[int, ...]:
     """Return the shape of a block."""
     return tuple(along.stop - along.start for along in index)
