@@ -19,6 +19,7 @@ from zero_tp.commands import convert
 from zero_tp.tools.checkpoint_import.distributed_checkpoint import open_distributed
 from zero_tp.tools.checkpoint_import.formats import open_checkpoint
 from zero_tp.tools.checkpoint_import.importing import import_checkpoint
+from zero_tp.tools.checkpoint_import.megatron_config import config_of
 from zero_tp.tools.checkpoint_import.page import read_ids
 from zero_tp.tools.checkpoint_import.source import ParameterReader
 from zero_tp.tools.checkpoint_import.steps import find_step
@@ -138,7 +139,7 @@ def test_options_of_other_trainers_are_refused_with_a_run(
         convert.main(options)
 
 
-def given(**changes: Any) -> PretrainedConfig:
+def config_like_args(**changes: Any) -> PretrainedConfig:
     """The config of ARGS with changes that no shape tells."""
     fields = {
         "vocab_size": 11,
@@ -175,7 +176,7 @@ def test_a_config_that_computes_something_else_than_was_recorded(
     """All of these have the shapes of the checkpoint."""
     write_ranks(tmp_path, ARGS)
     with pytest.raises(UserError, match=f"recorded {message}"):
-        open_checkpoint(tmp_path, config=given(**changes))
+        open_checkpoint(tmp_path, config=config_like_args(**changes))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_a_config_that_computes_something_else_than_was_recorded(
 )
 def test_a_config_of_another_name_that_agrees(changes: dict[str, Any], tmp_path: Path) -> None:
     write_ranks(tmp_path, ARGS)
-    opened = open_checkpoint(tmp_path, config=given(**changes))
+    opened = open_checkpoint(tmp_path, config=config_like_args(**changes))
     assert ParameterReader(opened).checkpoint.notes == ()
 
 
@@ -191,7 +192,9 @@ def test_a_config_that_cannot_be_compared_is_said(tmp_path: Path) -> None:
     write_ranks(tmp_path, {**ARGS, "window_size": [4, 0]})
     with pytest.raises(UserError, match=r"args\.window_size .*: no family is derived from it"):
         open_checkpoint(tmp_path)
-    opened = open_checkpoint(tmp_path, config=given(model_type="mistral", sliding_window=5))
+    opened = open_checkpoint(
+        tmp_path, config=config_like_args(model_type="mistral", sliding_window=5)
+    )
     assert len(opened.notes) == 1 and "window_size" in opened.notes[0]
 
 
@@ -319,3 +322,26 @@ def test_what_ends_in_the_middle_leaves_nothing(
     with pytest.raises(raised, match=message):
         convert.main(options)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("window_size", [4, 0]),
+        ("no_rope_freq", 2),
+        ("softmax_type", "off-by-one"),
+        ("qk_l2_norm", True),
+        ("apply_residual_connection_post_layernorm", True),
+        ("activation_func_clamp_value", 7.0),
+        ("glu_linear_offset", 1.0),
+        ("moe_router_topk_scaling_factor", 2.5),
+        ("moe_router_load_balancing_type", "sinkhorn"),
+        ("moe_apply_probs_on_input", True),
+    ],
+)
+def test_settings_of_megatron_that_no_shape_tells(field: str, value: Any, tmp_path: Path) -> None:
+    """The tensors are those of a llama or mixtral, which computes something else."""
+    experts = {"num_experts": 2, "moe_router_topk": 1} if field.startswith("moe") else {}
+    assert config_of({**ARGS, **experts}, None, tmp_path).model_type in ("llama", "mixtral")
+    with pytest.raises(UserError, match=rf"args\.{field} .*: no family is derived from it"):
+        config_of({**ARGS, **experts, field: value}, None, tmp_path)

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def choose_config(
-    given: PretrainedConfig | None, derive: Callable[[], PretrainedConfig], path: Path
+    config: PretrainedConfig | None, derive: Callable[[], PretrainedConfig], path: Path
 ) -> tuple[PretrainedConfig, tuple[str, ...]]:
     """Return the given config, else that which the trainer's own settings describe.
 
@@ -32,53 +32,53 @@ def choose_config(
     Raises:
         UserError: both compute something else with weights of the same shapes.
     """
-    if given is None:
+    if config is None:
         return derive(), ()
     try:
         recorded = derive()
     except UserError as error:
         reason = str(error).partition("; ")[0]
-        return given, (f"the config is not compared with recorded settings: {reason}",)
-    specs = [architecture_of(config).spec(config) for config in (recorded, given)]
+        return config, (f"the config is not compared with recorded settings: {reason}",)
+    specs = [architecture_of(one).spec(one) for one in (recorded, config)]
     for name, theirs, ours in differences(*specs):
         raise UserError(
             f"{path}: recorded {name} {theirs}, and the config that was given has {ours}; give the "
             "--config that the model was trained with"
         )
-    return given, ()
+    return config, ()
 
 
 def differences(
-    recorded: TransformerSpec, given: TransformerSpec
+    recorded: TransformerSpec, other: TransformerSpec
 ) -> Iterator[tuple[str, object, object]]:
-    """Yield (name, recorded value, given value) of what models of the same shapes differ in."""
+    """Yield (name, recorded value, other value) of what models of the same shapes differ in."""
     for name, theirs, ours in (
-        ("attention heads", recorded.heads, given.heads),
-        ("key heads", recorded.kv_heads, given.kv_heads),
-        ("features of a head", recorded.head_size, given.head_size),
-        ("positions", recorded.position, given.position),
+        ("attention heads", recorded.heads, other.heads),
+        ("key heads", recorded.kv_heads, other.kv_heads),
+        ("features of a head", recorded.head_size, other.head_size),
+        ("positions", recorded.position, other.position),
     ):
         if theirs != ours:
             yield name, theirs, ours
-    if not math.isclose(recorded.norm_epsilon, given.norm_epsilon):
-        yield "epsilon of norms", recorded.norm_epsilon, given.norm_epsilon
+    if not math.isclose(recorded.norm_epsilon, other.norm_epsilon):
+        yield "epsilon of norms", recorded.norm_epsilon, other.norm_epsilon
     points = torch.linspace(-4, 4, 33)
-    if not torch.allclose(recorded.activation(points), given.activation(points), atol=1e-5):
-        yield "activation", recorded.activation, given.activation
+    if not torch.allclose(recorded.activation(points), other.activation(points), atol=1e-5):
+        yield "activation", recorded.activation, other.activation
     longest = recorded.positions
     windows = [
-        [min(window or longest, longest) for window in spec.windows] for spec in (recorded, given)
+        [min(window or longest, longest) for window in spec.windows] for spec in (recorded, other)
     ]
     if windows[0] != windows[1]:
         yield "windows of attention", windows[0], windows[1]
-    for layer, rotaries in enumerate(zip(recorded.rotaries, given.rotaries, strict=False)):
+    for layer, rotaries in enumerate(zip(recorded.rotaries, other.rotaries, strict=False)):
         before, now = (_turns(rotary, longest) for rotary in rotaries)
         if not torch.equal(before, now):
             yield f"rotary frequencies of layer {layer}", _described(before), _described(now)
             break
-    if recorded.experts is not None and given.experts is not None:
+    if recorded.experts is not None and other.experts is not None:
         for name in ("per_token", "normalised", "router", "scale"):
-            theirs, ours = (getattr(spec.experts, name) for spec in (recorded, given))
+            theirs, ours = (getattr(spec.experts, name) for spec in (recorded, other))
             if theirs != ours:
                 yield f"experts' {name}", theirs, ours
 
