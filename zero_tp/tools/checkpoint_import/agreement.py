@@ -66,15 +66,16 @@ def differences(
     if not torch.allclose(recorded.activation(points), other.activation(points), atol=1e-5):
         yield "activation", recorded.activation, other.activation
     longest = recorded.positions
-    windows = [
+    windows, other_windows = (
         [min(window or longest, longest) for window in spec.windows] for spec in (recorded, other)
-    ]
-    if windows[0] != windows[1]:
-        yield "windows of attention", windows[0], windows[1]
+    )
+    if windows != other_windows:
+        yield "windows of attention", windows, other_windows
     for layer, rotaries in enumerate(zip(recorded.rotaries, other.rotaries, strict=False)):
-        before, now = (_turns(rotary, longest) for rotary in rotaries)
-        if not torch.equal(before, now):
-            yield f"rotary frequencies of layer {layer}", _described(before), _described(now)
+        turns, other_turns = (_turns(rotary, longest) for rotary in rotaries)
+        if not torch.equal(turns, other_turns):
+            name = f"rotary frequencies of layer {layer}"
+            yield name, _described(turns), _described(other_turns)
             break
     if recorded.experts is not None and other.experts is not None:
         for name in ("per_token", "normalised", "router", "scale"):
