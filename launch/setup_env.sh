@@ -91,13 +91,13 @@ if ! installed; then
     echo "set-up: installed in $((SECONDS - begin)) s"
 fi
 
-# The tests of offload use one op that DeepSpeed compiles. It is compiled here, because ranks that start together would
+# The tests use two ops that DeepSpeed compiles, its Adams. They are compiled here, because ranks that start together would
 # all wait for one compiler, and time out on a slow machine. Nothing else on CPUs needs a compiler.
 case ,$extras, in *,dev,*) ;; *) exit 0 ;; esac
-builder=CPUAdamBuilder
+builders="CPUAdamBuilder FusedAdamBuilder"
 # Not in a home's cache, where another project's build may have left anything.
 export TORCH_EXTENSIONS_DIR=$environment/torch_extensions
-ops=$environment/ops-$builder
+ops=$environment/ops
 current_ops() {
     [ -f "$ops" ] && [ "$(head -n 1 "$ops")" = "$key" ] || return 1
     while read -r file; do [ -f "$file" ] || return 1; done < <(tail -n +2 "$ops")
@@ -108,9 +108,10 @@ if ! current_ops; then
         fail "there is no C++ compiler ($compiler): install one (Debian, Ubuntu: apt-get install g++) or set CXX"
     "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
         fail "Python's headers are missing: install them (Debian, Ubuntu: apt-get install python3-dev)"
-    echo "set-up: compiling DeepSpeed's $builder, a minute or two"
+    echo "set-up: compiling DeepSpeed's $builders, some minutes"
     begin=$SECONDS
-    files=$(DS_ACCELERATOR=cpu PATH="$environment/bin:$PATH" "$python" launch/compile_ops.py --log "$log" "$builder") ||
+    # shellcheck disable=SC2086
+    files=$(DS_ACCELERATOR=cpu PATH="$environment/bin:$PATH" "$python" launch/compile_ops.py --log "$log" $builders) ||
         { tail -n 20 "$log" >&2; fail "compiling failed; all messages are in $log"; }
     write "$ops" <<<"$key"$'\n'"$files"
     echo "set-up: compiled in $((SECONDS - begin)) s"

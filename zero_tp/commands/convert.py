@@ -21,6 +21,7 @@ from typing import Any
 from zero_tp.base.constants import DTYPES
 from zero_tp.base.errors import UserError, first_line, show
 from zero_tp.commands import inspect
+from zero_tp.tools.checkpoint_import.steps import step_folders
 
 FORMAT_NAMES = (
     *("megatron", "megatron-deepspeed", "gpt-neox", "nanotron", "deepspeed", "universal"),
@@ -194,8 +195,13 @@ def export_universal(options: argparse.Namespace) -> None:
 
 def is_own(source: Path) -> bool:
     """Return whether this is a run or a checkpoint of zero_tp, or nothing at all."""
-    own = ("manifest.json", "checkpoints", "run.json")
-    return not source.is_dir() or any((source / name).exists() for name in own)
+    if not source.is_dir() or any(
+        (source / name).exists() for name in ("manifest.json", "run.json")
+    ):
+        return True
+    inside = source / "checkpoints"
+    # Another trainer's folder may have one of this name, with steps of other names than ours.
+    return inside.is_dir() and not step_folders(inside)
 
 
 _IMPORT_OPTIONS = ("format", "step", "config", "ignore", "verify_text", "verify_ids", "no_verify")

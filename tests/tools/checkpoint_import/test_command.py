@@ -116,6 +116,8 @@ def test_the_proof_decides(
         (("--no-verify", "--format", "megatrn"), "--format megatrn: give one of"),
         (("--no-verify", "--ema"), "--ema: only checkpoints of zero_tp"),
         (("--no-verify", "--format", "torchtitan"), "torchtitan"),
+        (("--no-verify", "--format", "deepspeed"), "--format deepspeed"),
+        (("--no-verify", "--format", "universal"), "--format universal"),
         (("--no-verify", "--config", "absent.json"), "--config"),
     ],
 )
@@ -129,7 +131,7 @@ def test_wrong_options_are_one_line(
     before = sorted(tmp_path.iterdir())
     status, said, error = convert(capsys, megatron, "--output", tmp_path / "out", *words)
     assert (status, said) == (2, "")
-    assert message in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1 and "UserError" not in error
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -145,6 +147,17 @@ def test_an_unknown_tensor_is_an_error_unless_it_is_ignored(
     assert status == 2 and "--ignore 'decoder.adapter.weight'" in error
     status, said, _ = convert(capsys, *words, "--ignore", "decoder.adapter*")
     assert status == 0 and "15 read, 1 unused" in said
+
+
+def test_another_trainers_folder_of_our_name(
+    megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    megatron.rename(tmp_path / "checkpoints")
+    words = (tmp_path, "--output", tmp_path / "out", "--no-verify")
+    assert "no checkpoint of megatron" in convert(capsys, *words)[2]
+    for step in (tmp_path / "checkpoints").iterdir():
+        step.rename(tmp_path / "checkpoints" / f".{step.name}")
+    assert "no complete checkpoint there" in convert(capsys, *words)[2]
 
 
 def test_a_folder_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch.distributed import checkpoint as distributed
 from transformers import GPT2Config
 
 from tests.support.plan_configs import DOCUMENTS, WIDE, WINDOWS, family, load
@@ -19,6 +22,7 @@ from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.model import rms_norm
 from zero_tp.model.recompute.stores import MAX_COPIES_OUT
 from zero_tp.parallel import elementwise
+from zero_tp.tools.planning import simulated_accelerator
 from zero_tp.tools.planning.dryrun import dry_run
 from zero_tp.tools.planning.formulas import (
     Layer,
@@ -30,6 +34,17 @@ from zero_tp.tools.planning.formulas import (
     sdpa_fused_core,
 )
 from zero_tp.tools.planning.plan_settings import Workload, workload_of
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_torch_writes_checkpoints_after_a_dry_run(tmp_path: Path) -> None:
+    """It takes the simulated device for this process's accelerator, and waits for its stream."""
+    simulated_accelerator._simulated()
+    tensor = torch.randn(1000)
+    distributed.save({"a": tensor}, checkpoint_id=tmp_path)
+    read = {"a": torch.zeros(1000)}
+    distributed.load(read, checkpoint_id=tmp_path)
+    assert torch.equal(read["a"], tensor)
 
 
 def test_a_dry_run_computes_representative_chunks_and_no_others(

@@ -98,6 +98,8 @@ def open_states(folder: Path) -> TrainingState:
     """
     try:
         return _open_states(folder)
+    except UserError:
+        raise  # which is a ValueError
     except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         # A file of another version has other keys.
         reason = f"{type(error).__name__}: {first_line(error)}"

@@ -56,6 +56,8 @@ def open_universal_states(folder: Path) -> TrainingState:
     """
     try:
         return _open(folder)
+    except UserError:
+        raise  # which is a ValueError
     except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(

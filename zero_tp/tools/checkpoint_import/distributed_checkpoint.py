@@ -107,6 +107,8 @@ def open_distributed(folder: Path) -> DistributedCheckpoint:
                 tensors[name] = _tensor(name, entry, regions)
             else:
                 objects[name] = regions[name, None]
+    except UserError:
+        raise  # which is a ValueError
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{path}: is no metadata of a distributed checkpoint "
