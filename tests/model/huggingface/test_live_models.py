@@ -62,6 +62,8 @@ def check_adopted(live: LiveModel, topology: Topology, batch: dict[str, Tensor])
         name: torch.zeros_like(weight) if (grad := theirs[name]) is None else grad
         for name, weight in live.model.named_parameters()
     }
+    # Routers' biases are named among the weights, and have no gradient.
+    whole |= {name: torch.zeros_like(buffer) for name, buffer in live.model.named_buffers()}
     reference = {
         name: tensor for name, tensor in to_ours(model.config, whole).items() if name in trained
     }
