@@ -92,10 +92,14 @@ def same_as_native(world: int, fields: dict[str, Any], seed: int, attention: str
     return counts
 
 
-SPLIT_FIRST = ["gpt2", "gpt_neox", "phi3", "qwen3", "qwen2_moe", "olmoe", "youtu"]
+SPLIT_FIRST = [
+    *("gpt2", "gpt_neox", "phi3", "qwen3", "qwen2_moe", "olmoe", "youtu"),
+    *("deepseek_v3", "glm4_moe_lite", "gpt_oss"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"),
+]
 """Every way to split a layer: one fused weight and learned positions, interleaved heads and a
 parallel residual, fused queries and MLP, norms of heads, a shared expert, a norm of all keys,
-latents. Of each type `test_one_process` has the maths.
+latents, sinks, linear attention. Of each type `test_one_process` has the maths.
 """
 
 
