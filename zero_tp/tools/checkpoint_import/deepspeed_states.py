@@ -9,10 +9,11 @@ A folder of one step, of a run with 2 replicas:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,16 +97,20 @@ def open_states(folder: Path) -> TrainingState:
     Raises:
         UserError: a file is missing or damaged; a model-parallel run or DeepSpeed's own experts.
     """
-    try:
+    with foreign_files_named(folder, "DeepSpeed 0.19.8"):
         return _open_states(folder)
+
+
+@contextlib.contextmanager
+def foreign_files_named(folder: Path, writer: str) -> Iterator[None]:
+    """Raise a UserError for what reading a file of another version, with other keys, raises."""
+    try:
+        yield
     except UserError:
         raise  # which is a ValueError
     except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        # A file of another version has other keys.
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(
-            f"{folder}: not as DeepSpeed 0.19.8 writes it ({reason}); {INCOMPLETE}"
-        ) from error
+        raise UserError(f"{folder}: not as {writer} writes it ({reason}); {INCOMPLETE}") from error
 
 
 def _open_states(folder: Path) -> TrainingState:

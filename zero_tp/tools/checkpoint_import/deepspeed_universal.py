@@ -15,12 +15,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_tp.base.errors import UserError, first_line
+from zero_tp.base.errors import UserError
 from zero_tp.tools.checkpoint_import.deepspeed_states import (
     INCOMPLETE,
     MODEL_FILE,
     OPTIMIZER,
     TrainingState,
+    foreign_files_named,
     groups_of,
     load_all,
     load_saved,
@@ -54,16 +55,8 @@ def open_universal_states(folder: Path) -> TrainingState:
     Raises:
         UserError: a file is missing or damaged, or a tensor has another size than was recorded.
     """
-    try:
+    with foreign_files_named(folder, "ds_to_universal of DeepSpeed 0.19.8"):
         return _open(folder)
-    except UserError:
-        raise  # which is a ValueError
-    except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(
-            f"{folder}: not as ds_to_universal of DeepSpeed 0.19.8 writes it ({reason}); "
-            f"{INCOMPLETE}"
-        ) from error
 
 
 def _open(folder: Path) -> TrainingState:

@@ -48,7 +48,7 @@ def convert_to_run(options: argparse.Namespace) -> list[str]:
     )
     result = write_run(checkpoint, options.output, options.ignore)
     states = checkpoint.states
-    kept = (
+    summary = (
         f"kept: masters, moments, {states.steps} updates"
         + ("" if states.schedule_start is None else ", the schedule's position")
         if states is not None
@@ -59,7 +59,7 @@ def convert_to_run(options: argparse.Namespace) -> list[str]:
         f"{result.checkpoint}",
         f"tensors: {result.read} read, {result.unused} unused",
         *result.notes,
-        kept,
+        summary,
         "next: run zero_tp.pretrain with a --deepspeed_config of this model and "
         f"--output-dir {options.output}",
     ]
