@@ -35,7 +35,6 @@ from zero_tp.engine.zero.matrix_optimizer import MatrixOptimizer
 from zero_tp.engine.zero.ops import check_nvme, disable_shared_memory_collectives
 from zero_tp.engine.zero.stages import engine_of_stage
 from zero_tp.engine.zero.states import local_shape
-from zero_tp.engine.zero.veto import StepVeto
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.model_class import model_class as default_model_class
 from zero_tp.model.parallel_model import ParallelModel
@@ -53,8 +52,9 @@ class TrainingEngine:
     """A model in DeepSpeed's engine on a topology, and its training steps.
 
     It is built in the one order that works: the model (directly in its dtype; inside `zero.Init`
-    for ZeRO-3; with its gradient hooks, parallel/gradients.py) → layouts audited → recompute policy
-    → compile → `deepspeed.initialize(mpu=topology)` → replicas compared. Collective over all ranks.
+    for ZeRO-3; `ParallelModel` adds the gradient hooks of parallel/gradients.py) → layouts audited
+    → recompute policy → compile → `deepspeed.initialize(mpu=topology)` → replicas compared.
+    Collective over all ranks.
 
     Args:
         config: the model's Hugging Face config.
@@ -109,14 +109,13 @@ class TrainingEngine:
         compiled: bool | Literal["auto"] = False,
     ):
         self.topology = topology
-        self._settings = settings
         self.device = torch.device(device)
         disable_shared_memory_collectives()  # a script may not have called `connect_deepspeed`
         report_build_locks()
         _check_settings(settings, topology)
         check_qk_clip(qk_clip_threshold, config, settings)
         check_average(settings, ema)
-        self.zero = engine_of_stage(settings, topology)
+        self.zero = engine_of_stage(settings, topology, spike)
         self.dtype: torch.dtype = getattr(torch, DTYPES[settings.dtype])
         self.model = self._make_model(config, model, source, seed)
         # A parameter without a layout ends the start here. Later only the norm of gradients or
@@ -124,14 +123,14 @@ class TrainingEngine:
         audit(self.model, topology, local_shape)
         self._bias_update = BiasUpdate(self.model, topology, router_bias_update_rate)
         self.model.set_z_losses(z_loss, router_z_loss)
-        self.activations = self._activation_memory(settings, recompute)
+        self.activations = self._activation_memory(recompute)
         self.compiled = is_compiled(compiled, self.device)
         if self.compiled:
             compile_elementwise(self.model, self.device)
         self.zero.compiled = self.compiled
         # After everything that changes modules or hooks: DeepSpeed's optimizers copy the weights
         # into masters, and ZeRO-2 and -3 hook each parameter here.
-        self._initialize_optimizer(settings, param_groups)
+        self._initialize_optimizer(param_groups)
         if ema is not None:
             self.zero.start_average(ema)
         # DeepSpeed broadcasts weights over DP only: that TP ranks begin with the same replicas
@@ -143,9 +142,6 @@ class TrainingEngine:
         self.skipped = False
         # The loss and the model's other figures, means over DP.
         self._figures = torch.full((1 + len(self.model.metric_names),), float("nan"))
-        # Replaces the stage's own veto, which has no bounds. What the stage has wrapped reads
-        # `self.veto` at each step.
-        self.zero.veto = StepVeto(topology, spike)
         self.on_phase: Callable[[str], None] | None = None
         self.model.register_forward_pre_hook(lambda *_: self._enter("forward"))
 
@@ -170,18 +166,16 @@ class TrainingEngine:
                 device=self.device,
             )
 
-    def _activation_memory(
-        self, settings: DeepSpeedSettings, recompute: RecomputePolicy | None
-    ) -> ActivationMemory:
+    def _activation_memory(self, recompute: RecomputePolicy | None) -> ActivationMemory:
         policy = recompute or RecomputePolicy(mode="none")
-        checkpointing = settings.activation_checkpointing
+        checkpointing = self.zero.settings.activation_checkpointing
         return ActivationMemory(self.model, policy, checkpointing, self.device)
 
-    def _initialize_optimizer(
-        self, settings: DeepSpeedSettings, param_groups: Sequence[ParamGroup]
-    ) -> None:
-        assert settings.optimizer is not None, "only a Trainer's settings have none"
-        trainable = trainable_of(self.model, param_groups, settings.optimizer, self.dtype)
+    def _initialize_optimizer(self, param_groups: Sequence[ParamGroup]) -> None:
+        optimizer = self.zero.settings.optimizer
+        assert optimizer is not None, "only a Trainer's settings have none"
+        # AdamW's groups have no learning rate: DeepSpeed's dict has it (`deepspeed_dict`).
+        trainable = trainable_of(self.model, param_groups, optimizer, self.dtype)
         self.zero.initialize(self.model, trainable)
         if isinstance(trainable, MatrixOptimizer):
             trainable.bind(self.model, self.zero.fragments(), self.zero.updated_tensors())
@@ -250,7 +244,7 @@ class TrainingEngine:
             self.model.set_rope(config)
         # Always made anew: its buffer has the size of the stage's micro-batches.
         self.activations.remove()
-        self.activations = self._activation_memory(self._settings, recompute)
+        self.activations = self._activation_memory(recompute)
 
     @property
     def loss(self) -> float:
@@ -438,11 +432,16 @@ class TrainingEngine:
         self._figures = self._mean(figures, len(batches))
 
     def _forward(self, model: Any, batch: AnyBatch, **options: Any) -> Any:
-        """Run the model's forward: model/causal_lm.py, of an encoder model/masked_lm.py."""
+        """Run the model's forward: model/causal_lm.py, of an encoder model/masked_lm.py.
+
+        A batch's labels are shifted already, so they are its `shift_labels`.
+        """
         return model(batch.input_ids, **batch.arguments(), **options)
 
     def _backward(self, loss: Tensor) -> None:
-        """Run backward, in which hooks sum partial gradients over TP (parallel/gradients.py)."""
+        """Run backward, in which norms and hooks sum partial gradients over TP
+        (parallel/gradients.py).
+        """
         self._enter("backward")
         self.zero.backward(loss)
 

@@ -66,7 +66,7 @@ def start_training(
     environment.export()
     is_rank_zero = environment.rank == 0
     config = inputs.config
-    block = inputs.config.zero_tp
+    block = config.zero_tp
     # Before ranks connect, because a rank may hang there, too.
     _start_watchdog(watch, block.training.timeouts, environment)
     with run_directory(inputs.directory) if is_rank_zero else nullcontext() as owner:
@@ -116,7 +116,7 @@ def _build_engine(
     model: type[ParallelModel] | None,
 ) -> TrainingEngine:
     config = inputs.config
-    block = inputs.config.zero_tp
+    block = config.zero_tp
     return TrainingEngine(
         inputs.model_config,
         topology,

@@ -17,7 +17,7 @@ from tests.support.settings import fp16_supported
 from tests.support.small_engine import ACCUMULATION, DECAY, build, tokens_of_step
 from tests.tiers import in_tiers
 from zero_tp.engine.zero import fused_update
-from zero_tp.engine.zero.adamw import adamw_scalars, update_adamw
+from zero_tp.engine.zero.adamw import adamw_scalars, update_adamw_compiled
 from zero_tp.engine.zero.fused_update import FusedUpdate, UpdateBlock, update_blocks
 from zero_tp.model.causal_lm import next_tokens
 from zero_tp.parallel.elementwise import COMPILED
@@ -217,7 +217,9 @@ def test_the_compiled_update_is_torchs_fused_adamw(dtype: torch.dtype, seed: int
             )
             weight = torch.empty(size, dtype=dtype)
             scalars = adamw_scalars(settings, count, 0.37, torch.device("cpu"))
-            COMPILED.map_rows(update_adamw, (gradient, master, first, second, weight), scalars)
+            COMPILED.map_rows(
+                update_adamw_compiled, (gradient, master, first, second, weight), scalars
+            )
             # Sums are rounded in another order: the last bit of the larger operand.
             for own, other in zip((master, first, second), expected, strict=True):
                 torch.testing.assert_close(own, other, rtol=2.4e-7, atol=1.2e-7)

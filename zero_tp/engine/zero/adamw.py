@@ -1,5 +1,7 @@
 """AdamW of a piece of a partition, in place: masters, moments and the rounded weights.
 
+`options` are an optimizer's group: "lr", "betas", "eps", "weight_decay".
+
 Compiled it is one kernel; otherwise torch's fused kernel updates an fp32 copy of the gradient.
 """
 
@@ -20,14 +22,14 @@ def update_adamw_eagerly(
     second: Tensor,
     weight: Tensor,
     step: Tensor,
-    settings: Mapping[str, Any],
+    options: Mapping[str, Any],
     factor: float,
 ) -> None:
     """Update a block by torch's fused kernel, with an fp32 copy of its gradient alone."""
     wide = gradient.float()
     if factor != 1.0:
         wide.mul_(factor)
-    beta1, beta2 = settings["betas"]
+    beta1, beta2 = options["betas"]
     torch._fused_adamw_(
         [master],
         [wide],
@@ -35,11 +37,11 @@ def update_adamw_eagerly(
         [second],
         [],
         [step],
-        lr=float(settings["lr"]),
+        lr=float(options["lr"]),
         beta1=beta1,
         beta2=beta2,
-        weight_decay=settings["weight_decay"],
-        eps=settings["eps"],
+        weight_decay=options["weight_decay"],
+        eps=options["eps"],
         amsgrad=False,
         maximize=False,
     )
@@ -47,29 +49,29 @@ def update_adamw_eagerly(
 
 
 def adamw_scalars(
-    settings: Mapping[str, Any], count: int, factor: float, device: torch.device
+    options: Mapping[str, Any], count: int, factor: float, device: torch.device
 ) -> Tensor:
     """Return the numbers of `adamw`, computed in fp64, fp32 [8] on the device.
 
     As a tensor, because numbers would be compiled into the kernel: a new rate would compile anew.
     """
-    lr = float(settings["lr"])
-    beta1, beta2 = settings["betas"]
+    lr = float(options["lr"])
+    beta1, beta2 = options["betas"]
     numbers = [
         factor,
-        1 - lr * settings["weight_decay"],
+        1 - lr * options["weight_decay"],
         1 - beta1,
         beta2,
         1 - beta2,
         lr / (1 - beta1**count),
         math.sqrt(1 - beta2**count),
-        settings["eps"],
+        options["eps"],
     ]
     scalars = torch.tensor(numbers, pin_memory=device.type == "cuda")
     return scalars.to(device, non_blocking=True)
 
 
-def update_adamw(
+def update_adamw_compiled(
     gradient: Tensor,
     master: Tensor,
     first: Tensor,

@@ -17,6 +17,11 @@ from __future__ import annotations
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.base.settings.optimizer import Optimizer, TorchAdam
 
+ALLREDUCE_BUCKET = 500_000_000
+"""Elements of one all-reduce at stage 0 and in BF16_Optimizer, which have no buckets
+(deepspeed/runtime/constants.py, MEMORY_OPT_ALLREDUCE_SIZE).
+"""
+
 
 def sums_in_fp32(settings: DeepSpeedSettings) -> bool:
     """Return whether bf16 gradients are accumulated in fp32.

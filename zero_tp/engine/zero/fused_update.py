@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 )
 from torch import Tensor
 
-from zero_tp.engine.zero.adamw import adamw_scalars, update_adamw, update_adamw_eagerly
+from zero_tp.engine.zero.adamw import adamw_scalars, update_adamw_compiled, update_adamw_eagerly
 from zero_tp.engine.zero.veto import StepVeto
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import ElementwiseOps
@@ -112,7 +112,7 @@ class FusedUpdate:
 
     Args:
         optimizer: DeepSpeed's, around torch's fused AdamW.
-        veto: returns the veto of this step.
+        veto: decides whether a step updates the weights.
         elementwise: compiles the update; None: torch's fused kernel runs it.
 
     Attributes:
@@ -123,7 +123,7 @@ class FusedUpdate:
         self,
         optimizer: Any,
         topology: Topology,
-        veto: Callable[[], StepVeto],
+        veto: StepVeto,
         elementwise: ElementwiseOps | None,
     ):
         self._optimizer = optimizer
@@ -159,7 +159,7 @@ class FusedUpdate:
         optimizer.timers(OPTIMIZER_GRADIENTS_TIMER).start()
         gradients = [self._take_gradients(group) for group in range(len(optimizer.bit16_groups))]
         norm = self._norm(gradients)
-        veto = self._veto()
+        veto = self._veto
         is_spike = veto.finds_spike(norm / optimizer.loss_scale)
         if veto.figures is None:
             scaled_norm = norm.item()
@@ -274,11 +274,11 @@ class FusedUpdate:
         state = self._state(flat)
         weights = self._own_weights(group).detach()
         tensors = (flat.detach(), state["exp_avg"], state["exp_avg_sq"], weights)
-        settings = optimizer.param_groups[group]
+        options = optimizer.param_groups[group]  # with this step's learning rate
         count = self._count(group, state["step"])
         scalars = None
         if self._elementwise is not None:
-            scalars = adamw_scalars(settings, count, factor, flat.device)
+            scalars = adamw_scalars(options, count, factor, flat.device)
         for block in blocks:
             gradient = gradients.pop(0)
             master, first, second, weight = (tensor[block.elements] for tensor in tensors)
@@ -287,9 +287,9 @@ class FusedUpdate:
             # of 6 replicas may, and copy it back.
             is_aligned = all(tensor.data_ptr() % 16 == 0 for tensor in parts)
             if self._elementwise is None or not is_aligned:
-                update_adamw_eagerly(*parts, state["step"], settings, factor)
+                update_adamw_eagerly(*parts, state["step"], options, factor)
             else:
-                self._elementwise.map_rows(update_adamw, parts, scalars)
+                self._elementwise.map_rows(update_adamw_compiled, parts, scalars)
 
     def _change_masters(self) -> None:
         """Call `change`, and round the masters again if it has changed some."""

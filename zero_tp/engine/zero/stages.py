@@ -25,11 +25,13 @@ from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of
 from torch import Tensor, nn
 
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
+from zero_tp.base.settings.schema import Spike
 from zero_tp.engine.zero.expert_groups import Trainable
 from zero_tp.engine.zero.facts import keeps_gradients_in_place, uses_bf16_optimizer
 from zero_tp.engine.zero.fragments import Fragment
 from zero_tp.engine.zero.fused_update import FusedUpdate
 from zero_tp.engine.zero.states import MASTER, OptimizerStates, StatesOnNVMe, partition_of
+from zero_tp.engine.zero.veto import StepVeto
 from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import COMPILED
@@ -86,8 +88,8 @@ class UnpartitionedStates(ZeroEngine):
     DeepSpeed's own clipping is off: see `facts.deepspeed_clips`.
     """
 
-    def __init__(self, settings: DeepSpeedSettings, topology: Topology):
-        super().__init__(settings, topology)
+    def __init__(self, settings: DeepSpeedSettings, topology: Topology, veto: StepVeto):
+        super().__init__(settings, topology, veto)
         self._last_norm = float("nan")
 
     def initialize(self, model: ParallelModel, trainable: Trainable) -> None:
@@ -232,9 +234,7 @@ class PartitionedStates(ZeroEngine):
             return
         if FusedUpdate.is_supported(self.optimizer):
             elementwise = COMPILED if self.compiled else None
-            self._update = FusedUpdate(
-                self.optimizer, self.topology, lambda: self.veto, elementwise
-            )
+            self._update = FusedUpdate(self.optimizer, self.topology, self.veto, elementwise)
             self.optimizer.step = self._update.step
             return
         compute_norms_in_chunks(self.optimizer, self.topology)
@@ -400,6 +400,12 @@ STAGES: dict[int, type[ZeroEngine]] = {
 }
 
 
-def engine_of_stage(settings: DeepSpeedSettings, topology: Topology) -> ZeroEngine:
-    """Return the engine of a config's stage; it is not initialised yet."""
-    return STAGES[settings.stage](settings, topology)
+def engine_of_stage(
+    settings: DeepSpeedSettings, topology: Topology, spike: Spike | None = None
+) -> ZeroEngine:
+    """Return the engine of a config's stage; it is not initialised yet.
+
+    Args:
+        spike: bounds of the spikes that skip a step; None: there are none.
+    """
+    return STAGES[settings.stage](settings, topology, StepVeto(topology, spike))

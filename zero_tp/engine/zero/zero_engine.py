@@ -114,14 +114,14 @@ class ZeroEngine(ABC):
     optimizer: Any
     scheduler: Any
 
-    def __init__(self, settings: DeepSpeedSettings, topology: Topology):
+    def __init__(self, settings: DeepSpeedSettings, topology: Topology, veto: StepVeto):
         self.settings = settings
         self.topology = topology
         # With expert parallelism each forward exchanges tokens over DP.
         self.lock_step = type(self).lock_step or topology.expert > 1
         self._config = deepspeed_dict(settings, topology.data)
         self._scheduler = transformers_schedule(settings.scheduler)
-        self.veto = StepVeto(topology)
+        self.veto = veto
         self.average: WeightAverage | None = None
 
     def construction(self) -> AbstractContextManager[Any]:
@@ -258,6 +258,7 @@ class ZeroEngine(ABC):
             self.average.update()
 
     def _step(self) -> None:
+        # It calls `optimizer.step`; for torch's AdamW at stages 1 and 2 that is `FusedUpdate.step`.
         self.deepspeed_engine.step()
 
     def norm_and_skipped(self) -> tuple[Tensor | float, bool]:

@@ -76,10 +76,10 @@ class ParameterLayout:
 
 
 class Place(NamedTuple):
-    """Which shard of a parameter: a TP rank of `size`, and of experts an expert rank."""
+    """Which shard of a parameter: a TP rank of `tensor`, and of experts an expert rank."""
 
-    rank: int
-    size: int
+    tensor_rank: int
+    tensor: int
     expert_rank: int = 0
 
     @classmethod
@@ -251,31 +251,31 @@ class CheckpointReader:
             wanted: the parameter's layout there, with the same whole shape.
             elements: by default all.
         """
-        shard = wanted.spans(place)
-        shape = [along.local_length for along in shard]
+        wanted_spans = wanted.spans(place)
+        shape = [along.local_length for along in wanted_spans]
         start, stop, _ = (elements or slice(None)).indices(math.prod(shape))
         saved = self.parameters[name]
         # At the same sizes the rank's own file; else rank 0's, which is enough for a replica.
-        rank = place.rank if place.size == self.tensor else 0
+        rank = place.tensor_rank if place.tensor == self.tensor else 0
         same_experts = saved.layout.experts == wanted.layout.experts
         expert_rank = place.expert_rank if same_experts else 0
         # Equal maps need no reshaping: the wanted elements are consecutive in one saved shard. So
         # it is at the same sizes, and for a replicated parameter at any.
-        if saved.spans(Place(rank, self.tensor, expert_rank)) == shard:
+        if saved.spans(Place(rank, self.tensor, expert_rank)) == wanted_spans:
             return self._elements(
                 name, kind, self._saved_shard(name, rank, expert_rank), start, stop
             )
-        return self._reshaped(name, kind, shard, start, stop)
+        return self._reshaped(name, kind, wanted_spans, start, stop)
 
     def _reshaped(
-        self, name: str, kind: str, shard: tuple[Spans, ...], start: int, stop: int
+        self, name: str, kind: str, wanted: tuple[Spans, ...], start: int, stop: int
     ) -> Tensor:
         """Return elements [start, stop) of a shard, joined from saved shards of another shape."""
-        shape = [along.local_length for along in shard]
+        shape = [along.local_length for along in wanted]
         # A ZeRO fragment may begin and end inside a row, but the maps are of whole rows and
         # columns. So read the smallest block around it, and cut it at the end.
         index, offset = enclosing_block(shape, start, stop)
-        target = [along.narrow(rows) for along, rows in zip(shard, index, strict=True)]
+        target = [along.narrow(rows) for along, rows in zip(wanted, index, strict=True)]
         block = torch.zeros([along.local_length for along in target])  # padding stays zero
         for source, saved_shard in self._holders(name).items():
             for saved_index, block_index in overlaps(source, target):

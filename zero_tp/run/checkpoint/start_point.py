@@ -10,6 +10,7 @@ An average of the weights (`zero_tp.training.ema`) starts as these weights; `Res
 the checkpoint has one.
 
 A checkpoint moves to any topology: TP and DP sizes, SP, ZeRO stage, dtype and offload may differ.
+A `Resume` keeps the batch of a step, the model, data, seed and optimizer (`fixed_settings`).
 Each rank reads its pieces of masters and states, one parameter at a time, and fills the module from
 the masters, as after an optimizer step. On the same topology everything is restored bit for bit. On
 another one, or on another kind of device, dropout draws from new random streams.
