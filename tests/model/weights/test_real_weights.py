@@ -131,7 +131,7 @@ def parallel_perplexity(
         model,
         tokenizer,
         model.config,
-        positions=length,
+        window=length,
         batch_size=4,
         topology=topology,
     )

@@ -86,7 +86,7 @@ def test_the_right_choice_as_a_text_equals_its_index(small_model: Path, tmp_path
     for name, golds in (("index", (0, 1, 1)), ("text", ("text", "word", "word"))):
         file = write(tmp_path / f"{name}.jsonl", *(QUESTION | {"gold": gold} for gold in golds))
         (task,) = make_tasks(["multiple_choice"], {"multiple_choice": file}, TaskOptions())
-        metrics = task.run(native_model(small_model))["metrics"]
+        metrics = task.compute_metrics(native_model(small_model))["metrics"]
         directory = tmp_path / name
         directory.mkdir()
         fields = {"doc_to_text": "query", "doc_to_choice": "choices", "doc_to_target": "gold"}

@@ -46,7 +46,8 @@ def files(tmp_path: Path, shared_file: Callable[[str], Path]) -> dict[str, Path]
 
 def run_tasks(eval_model: EvalModel, files: dict[str, Path]) -> list[dict[str, Any]]:
     return [
-        task.run(eval_model) for task in make_tasks(list(files), files, TaskOptions(overlap=16))
+        task.compute_metrics(eval_model)
+        for task in make_tasks(list(files), files, TaskOptions(overlap=16))
     ]
 
 

@@ -203,7 +203,7 @@ def test_chat_templates_and_samples_are_lm_evals(model: Path, tasks: Path, tmp_p
         include_path=tasks, limit=4, num_fewshot=1, apply_chat_template=True, log_samples=True
     )
     (task,) = make_tasks(["copa_local"], {}, options)
-    found = task.run(native_model(chatting))["samples"]["copa_local"]
+    found = task.compute_metrics(native_model(chatting))["samples"]["copa_local"]
     loaded = TaskManager(include_path=str(tasks), include_defaults=False).load(["copa_local"])
     for each in loaded["tasks"].values():
         each.set_config(key="num_fewshot", value=1)
@@ -228,7 +228,7 @@ def test_chat_templates_and_samples_are_lm_evals(model: Path, tasks: Path, tmp_p
         assert ours_["arguments"] == json.loads(json.dumps(theirs["arguments"]))
         assert "<assistant>" in json.dumps(ours_["arguments"]) and ours_["acc"] == theirs["acc"]
     with pytest.raises(UserError, match="no chat template"):
-        task.run(native_model(model))
+        task.compute_metrics(native_model(model))
     with pytest.raises(UserError, match="--log-samples: lambada"):
         make_tasks(["lambada"], {}, TaskOptions(log_samples=True))
 
@@ -256,7 +256,7 @@ def test_a_lost_peer_or_full_memory_is_no_fault_of_the_task(
     (task,) = make_tasks(["generate_local"], {}, TaskOptions(include_path=tasks, limit=2))
     monkeypatch.setattr(EvalModel, "map_batches", failing)
     with pytest.raises(expected, match=str(error)) as raised:
-        task.run(replace(native_model(model), topology=Topology(world=world)))
+        task.compute_metrics(replace(native_model(model), topology=Topology(world=world)))
     assert raised.type is expected
 
 
@@ -273,10 +273,10 @@ def test_prompts_that_leave_no_room_for_text_are_truncated_and_counted(
         return torch.as_tensor(generate(input_ids=input_ids, **options))
 
     eval_model.module.generate = counting
-    whole = task.run(eval_model)
+    whole = task.compute_metrics(eval_model)
     lengths, room = list(prompts), sorted(prompts)[2]
     prompts.clear()
-    cut = task.run(replace(eval_model, positions=room + 12))  # the task generates 12 tokens
+    cut = task.compute_metrics(replace(eval_model, window=room + 12))  # 12 of them it generates
     assert whole["truncated"] == 0 and sorted(prompts) == sorted(
         min(length, room) for length in lengths
     )
@@ -288,7 +288,7 @@ def test_a_model_that_cannot_generate(model: Path, tasks: Path) -> None:
     (task,) = make_tasks(["generate_local"], {}, TaskOptions(include_path=tasks, limit=2))
     eval_model = native_model(model)
     with pytest.raises(UserError, match="object can't generate text"):
-        task.run(replace(eval_model, module=object()))
+        task.compute_metrics(replace(eval_model, module=object()))
     with pytest.raises(
         UserError, match="generates 12 tokens, and the model's 10 positions leave no room"
     ):

@@ -43,10 +43,10 @@ def test_random_states_are_left_alone(model: Path, tasks: Path) -> None:
         return [random.getstate(), numpy_state[1].tolist(), torch.get_rng_state().tolist()]
 
     before = states()
-    first = task.run(eval_model)
+    first = task.compute_metrics(eval_model)
     assert states() == before
     # The examples before each question are drawn anew, not further, the second time.
-    assert task.run(eval_model)["metrics"] == first["metrics"]
+    assert task.compute_metrics(eval_model)["metrics"] == first["metrics"]
     assert first["lm_eval"]["n-shot"] == {"copa_local": 2}
 
 
@@ -59,7 +59,7 @@ def test_a_file_for_a_task_of_lm_evals_own(model: Path, tmp_path: Path) -> None:
     )
     file.write_text(line * 3)
     (task,) = make_tasks(["piqa"], {"piqa": file}, TaskOptions())
-    result = task.run(native_model(model))
+    result = task.compute_metrics(native_model(model))
     assert result["examples"] == 3 and result["metrics"]["acc,none"] in (0.0, 1.0)
     assert result["data"]["piqa"]["data_files"] == {"validation": str(file)}
 
@@ -155,7 +155,7 @@ def test_tasks_of_a_tag_or_of_a_group_without_a_mean_are_logged(
         (tmp_path / f"{name}.yaml").write_text(file)
     (tmp_path / "all.yaml").write_text("group: all\ntask: [one, two]")
     for task in make_tasks(["both", "all"], {}, TaskOptions(include_path=tmp_path, limit=2)):
-        assert task.metrics_to_log(task.run(native_model(model))).keys() == {
+        assert task.metrics_to_log(task.compute_metrics(native_model(model))).keys() == {
             "one/acc",
             "two/acc",
         }, task.name
@@ -212,7 +212,7 @@ def test_questions_of_ones_own_need_no_task_file(
         (task,) = make_tasks(
             ["multiple_choice"], {"multiple_choice": path}, TaskOptions(limit=LIMIT)
         )
-        found = task.run(native_model(model))
+        found = task.compute_metrics(native_model(model))
         assert found["examples"] == LIMIT
         for metric in ("acc,none", "acc_norm,none"):
             assert found["metrics"][metric] == expected[metric]
@@ -300,7 +300,7 @@ def test_task_files_run_no_python(
         assert not (tmp_path / "ran").exists()
 
     eval_model = native_model(model)
-    expected = task().run(eval_model)["metrics"]
+    expected = task().compute_metrics(eval_model)["metrics"]
     refuses(
         r"mine: .*mine\.yaml: it runs Python \(!function code\.text\)",
         doc_to_text="!function code.text",
@@ -329,15 +329,17 @@ def test_task_files_run_no_python(
     }
     exact["metric_list"] = [{"metric": "exact_match", "regexes_to_ignore": ["("]}]
     with pytest.raises(UserError, match=r"mine: lm-eval can't evaluate it .*its task file"):
-        task(**exact).run(eval_model)  # type: ignore[arg-type]
+        task(**exact).compute_metrics(eval_model)  # type: ignore[arg-type]
     # No fault of the task file.
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
         patched.setattr(EvalModel, "score", lambda *_: 1 // 0)
-        task().run(eval_model)
+        task().compute_metrics(eval_model)
     os.mkfifo(directory / "pipe.yaml")
     refuses("not a regular file")
     (directory / "pipe.yaml").unlink()
     allowed = task(True, doc_to_text="!function code.text")
-    assert (tmp_path / "ran").exists() and allowed.run(eval_model)["metrics"] == expected
+    assert (tmp_path / "ran").exists() and allowed.compute_metrics(eval_model)[
+        "metrics"
+    ] == expected
     file.write_text('{"text": "one", "answer": "two"}\n{"text": "", "answer": "{{"}\n')
-    assert task().run(eval_model)["examples"] == 2, "a document is no template"
+    assert task().compute_metrics(eval_model)["examples"] == 2, "a document is no template"

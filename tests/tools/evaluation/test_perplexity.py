@@ -85,7 +85,7 @@ def test_equals_one_window_at_a_time(model: Path, s: int, o: int, batch_size: in
     # Room for two rows' logits: batches of three are split.
     scorer = HuggingFaceScorer(native, logits_bytes=2 * s * native.config.vocab_size * 4)
     eval_model = EvalModel(
-        scorer, native, tokenizer, native.config, positions=s, batch_size=batch_size
+        scorer, native, tokenizer, native.config, window=s, batch_size=batch_size
     )
     result = perplexity([*DOCUMENTS, ""], eval_model, overlap=o)
     ids = [
@@ -129,7 +129,7 @@ def test_an_infinite_perplexity_is_null() -> None:
         return TokenScores(scored * 1e6, scored)
 
     result = perplexity(
-        ["four words of é"], EvalModel(score, None, tokenizer, GPT2Config(), positions=16)
+        ["four words of é"], EvalModel(score, None, tokenizer, GPT2Config(), window=16)
     )
     assert (result["words"], result["characters"], result["bytes"]) == (4, 15, 16)
     assert as_json(result)["perplexity"] is None

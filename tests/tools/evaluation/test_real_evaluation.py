@@ -50,7 +50,7 @@ def answers(directory: Path, tasks: Path, tensor: int, native: bool) -> Results:
     eval_model = (
         native_model(directory, BATCH) if native else parallel_model(directory, topology, BATCH)
     )
-    eval_model = replace(eval_model, topology=topology, positions=POSITIONS)
+    eval_model = replace(eval_model, topology=topology, window=POSITIONS)
     return ours(eval_model, tasks, list(CHOSEN), LIMIT) | ours(
         eval_model, tasks, ["wikitext_local"], ARTICLES
     )

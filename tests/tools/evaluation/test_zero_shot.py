@@ -160,7 +160,7 @@ def test_texts_without_a_token(model: Path, data: dict[str, Path]) -> None:
     for name in data:
         (task,) = make_tasks([name], {name: data[name]}, SETTINGS)
         with pytest.raises(UserError, match="no token"):
-            task.run(eval_model)
+            task.compute_metrics(eval_model)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,9 @@ class ParallelScorer:
         self.model = model
 
     def __call__(self, input_ids: Tensor, labels: Tensor) -> TokenScores:
-        # "none": the loss of each label, [b, n, k], 0 where it is -100; and is it the argmax?
+        # "none": the loss of each label, [b, n, k], 0 where it is -100; and is it the argmax? The
+        # output layer computes both from its own columns (parallel/token_scores.py): no rank
+        # gathers logits.
         output = self.model(input_ids, shift_labels=labels, reduction="none")
         return TokenScores(output.loss, output.greedy)
 
@@ -152,7 +154,7 @@ class EvalModel:
     Attributes:
         module: the model itself; tasks that generate text call its `generate`.
         tokenizer: has a bos or an eos token.
-        positions: the longest window or context, in tokens.
+        window: the longest window or context, in tokens.
         batch_size: rows of a batch.
         topology: the grid; by default one process.
         lock_step: every rank must generate with the same number of forwards (ZeRO-3, and expert
@@ -164,7 +166,7 @@ class EvalModel:
     module: Any
     tokenizer: Any
     config: PretrainedConfig
-    positions: int
+    window: int
     batch_size: int = 8
     device: torch.device | str = "cpu"
     topology: Topology = field(default_factory=Topology)

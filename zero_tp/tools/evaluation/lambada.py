@@ -40,13 +40,13 @@ class LambadaTask(Task):
     def __init__(self, file: Path | None, options: TaskOptions):
         self.passages, self.origin = lambada_passages(file, options.text_key, options.limit)
 
-    def check(self, positions: int, tokenizer: Any) -> None:
-        check_continuations(self.name, self.passages, positions, tokenizer)
+    def check(self, window: int, tokenizer: Any) -> None:
+        check_continuations(self.name, self.passages, window, tokenizer)
 
     def compute_metrics(self, model: EvalModel) -> dict[str, Any]:
         """Compute the metrics; `truncated` counts passages longer than the model's positions."""
         encoded = (encode_pair(model.tokenizer, *passage) for passage in self.passages)
-        rows, truncated = continuation_rows(encoded, model.positions)
+        rows, truncated = continuation_rows(encoded, model.window)
         scores = [scores[0] for scores in model.score(rows, self.name)]
         count = len(scores)
         nll = math.fsum(score.nll for score in scores)

@@ -15,6 +15,7 @@ from zero_tp.run.step_logger import format_number
 from zero_tp.tools.evaluation.eval_model import EvalModel, ParallelScorer
 from zero_tp.tools.evaluation.model_directory import check_tokenizer
 from zero_tp.tools.evaluation.settings import TaskOptions
+from zero_tp.tools.evaluation.task import as_json
 from zero_tp.tools.evaluation.zero_shot import make_tasks
 
 if TYPE_CHECKING:
@@ -112,7 +113,10 @@ class LiveTasks(Callback):
         )
         engine.deepspeed_engine.eval()
         try:
-            return {task.name: task.metrics_to_log(task.run(model)) for task in self._tasks}
+            return {
+                task.name: task.metrics_to_log(as_json(task.compute_metrics(model)))
+                for task in self._tasks
+            }
         finally:
             # Also after an error: a model in evaluation mode would train without dropout.
             engine.deepspeed_engine.train()

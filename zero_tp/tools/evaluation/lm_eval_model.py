@@ -47,7 +47,7 @@ class LMEvalModel(HFLM):
             pretrained=facade,
             backend="causal",
             tokenizer=copy.deepcopy(model.tokenizer),  # lm-eval sets its padding token
-            max_length=model.positions,
+            max_length=model.window,
             batch_size=sys.maxsize,  # `EvalModel` and `generate_until` form the batches
         )
         self.eval_model = model

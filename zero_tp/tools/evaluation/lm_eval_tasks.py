@@ -214,12 +214,12 @@ class LMEvalTask(Task):
                 f"{name}=FILE"
             ) from error
 
-    def check(self, positions: int, tokenizer: Any) -> None:
-        check_continuations(self.name, self.likelihood_requests, positions, tokenizer)
-        if self.generated_tokens >= positions:
+    def check(self, window: int, tokenizer: Any) -> None:
+        check_continuations(self.name, self.likelihood_requests, window, tokenizer)
+        if self.generated_tokens >= window:
             raise UserError(
                 f"{self.name}: it generates {self.generated_tokens:,} tokens, and the model's "
-                f"{positions:,} positions "
+                f"{window:,} positions "
                 "leave no room for a prompt; set generation_kwargs.max_gen_toks in its task file"
             )
 

@@ -40,11 +40,11 @@ WIKITEXT_TEST_TOKENS = 245_566
 """T_o of the test split."""
 
 
-def sliding_windows(tokens: Tokens, sequence_length: int, overlap: int) -> Iterator[Row]:
+def sliding_windows(tokens: Tokens, sequence_length: int, stride: int) -> Iterator[Row]:
     """Yield rows that together score each of `tokens[1:]` exactly once; `tokens[0]` is context
     only.
     """
-    assert 1 <= overlap <= sequence_length
+    assert 1 <= stride <= sequence_length
     targets = len(tokens) - 1
     # Windows of s = 4 that advance by o = 2, over tokens 0 to 7:
     #
@@ -59,7 +59,7 @@ def sliding_windows(tokens: Tokens, sequence_length: int, overlap: int) -> Itera
         end = min(start + sequence_length, targets)
         yield Row(tokens[start : end + 1], end - scored)
         scored = end
-        start += overlap
+        start += stride
 
 
 def perplexity(
@@ -98,7 +98,7 @@ def perplexity(
         counts["bytes"] += len(text.encode("utf-8"))
         # The prefix is context only, so the first token of a text is a target.
         tokens = np.concatenate(([prefix_token(model.tokenizer)], ids))
-        rows += sliding_windows(tokens, model.positions, overlap or model.positions)
+        rows += sliding_windows(tokens, model.window, overlap or model.window)
     if not rows:
         raise UserError(f"{title}: the text has no token; give another text or tokenizer")
     # fsum rounds once, so the order does not matter.
@@ -130,15 +130,13 @@ class PerplexityTask(Task):
         self.documents, self.origin = read_texts(file, options.text_key, options.limit)
         self.overlap = options.overlap
 
-    def check(self, positions: int, tokenizer: Any) -> None:
-        if self.overlap is not None and not 1 <= self.overlap <= positions:
-            raise UserError(
-                f"--overlap {self.overlap}: from 1 to the window's {positions:,} tokens"
-            )
+    def check(self, window: int, tokenizer: Any) -> None:
+        if self.overlap is not None and not 1 <= self.overlap <= window:
+            raise UserError(f"--overlap {self.overlap}: from 1 to the window's {window:,} tokens")
 
     def compute_metrics(self, model: EvalModel) -> dict[str, Any]:
         result = perplexity(self.documents, model, overlap=self.overlap, title=self.name)
-        return {"data": self.origin, "overlap": self.overlap or model.positions, **result}
+        return {"data": self.origin, "overlap": self.overlap or model.window, **result}
 
 
 # --- WikiText-103 ---------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""Rows of tokens that a task makes and a model scores. Needs no torch."""
+"""Rows of tokens that a task makes, and that `EvalModel` pads and scores in batches. Needs no
+torch.
+"""
 
 from __future__ import annotations
 

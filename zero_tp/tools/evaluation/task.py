@@ -49,15 +49,8 @@ class Task(ABC):
     name: str
     logged: ClassVar[tuple[str, ...]] = ()
 
-    def check(self, positions: int, tokenizer: Any) -> None:  # noqa: B027  # some tasks fit every model
-        """Raise a UserError if the options or the data don't fit a model of `positions` tokens."""
-
-    def run(self, model: EvalModel) -> dict[str, Any]:
-        """Return the metrics as JSON values. Collective. Only rank 0 has bootstrapped standard
-        errors.
-        """
-        result: dict[str, Any] = as_json(self.compute_metrics(model))
-        return result
+    def check(self, window: int, tokenizer: Any) -> None:  # noqa: B027  # some tasks fit every model
+        """Raise a UserError if the options or the data don't fit windows of `window` tokens."""
 
     @abstractmethod
     def compute_metrics(self, model: EvalModel) -> dict[str, Any]:

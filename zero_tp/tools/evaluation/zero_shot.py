@@ -185,7 +185,8 @@ def evaluate(
     if environment is not None and world > 1:
         from zero_tp.run.process.connect import connect
 
-        # No sequence parallelism: without gradients it saves little memory.
+        # No sequence parallelism: without gradients it saves little memory. `connect` joins the
+        # store, where every rank says that it is ready or why it is not.
         environment.export()
         topology, own_device = connect(environment, device, settings.tensor_parallel)
         device = str(own_device)
@@ -264,7 +265,7 @@ def _timed(task: Task, model: EvalModel) -> dict[str, Any]:
     The added keys are `seconds`, and the tokens scored and computed per second.
     """
     started = time.perf_counter()
-    result = task.run(model)
+    result: dict[str, Any] = as_json(task.compute_metrics(model))
     seconds = time.perf_counter() - started
     return result | {
         "seconds": round(seconds, 3),
