@@ -23,7 +23,7 @@ from benchmarks.papers import layers
 from benchmarks.papers.engines import of_layers
 from benchmarks.papers.published import TECHNIQUES, technique
 from zero_tp.run.config import RunConfig
-from zero_tp.tools.planning.formulas import Layer
+from zero_tp.tools.planning.plan_settings import Layer
 
 DTYPES = ("fp32", "bf16")
 

@@ -16,9 +16,8 @@ from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning.dryrun import dry_run
-from zero_tp.tools.planning.formulas import Layer
 from zero_tp.tools.planning.memory import PaperMemory, run_model_size
-from zero_tp.tools.planning.plan_settings import workload_of
+from zero_tp.tools.planning.plan_settings import Layer, workload_of
 
 CPU = torch.device("cpu")
 ONE_MICRO_BATCH = ("train_batch_size=auto", "gradient_accumulation_steps=1")

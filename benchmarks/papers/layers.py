@@ -17,7 +17,7 @@ from benchmarks.papers.kept import kept_by_layer
 from benchmarks.papers.published import TECHNIQUES
 from zero_tp.model.context import ForwardInputs
 from zero_tp.run.config import RunConfig
-from zero_tp.tools.planning.formulas import Layer
+from zero_tp.tools.planning.plan_settings import Layer
 
 Times = dict[str, list[tuple[float, float]]]
 """Seconds of forward and of backward in each round, by technique."""

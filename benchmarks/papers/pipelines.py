@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zero_tp.tools.planning.formulas import Layer
 from zero_tp.tools.planning.memory import PaperMemory
+from zero_tp.tools.planning.plan_settings import Layer
 from zero_tp.tools.planning.timing import StepTime, StepTimeEstimator
 
 

@@ -15,8 +15,7 @@ from benchmarks.papers.steps import after_forward, measured_steps, planned_steps
 from zero_tp.base.constants import GIB, MIB
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning.dryrun import dry_run
-from zero_tp.tools.planning.formulas import Layer
-from zero_tp.tools.planning.plan_settings import workload_of
+from zero_tp.tools.planning.plan_settings import Layer, workload_of
 
 RANKS = 2
 TIMED = Layer(s=512, b=2, h=768, a=12)

@@ -16,6 +16,7 @@ from benchmarks.papers.step_memory import followed, points
 from zero_tp.run.config import RunConfig
 from zero_tp.run.process.quiet import suppress_output
 from zero_tp.tools.planning.memory import CATEGORIES, Point, RankMemory, rank_memory
+from zero_tp.tools.planning.plan_settings import workload_of
 from zero_tp.tools.planning.tracking import Allocations
 
 Steps = dict[str, Sequence[Point]]
@@ -55,7 +56,7 @@ def most_in_backward(step: Sequence[Point]) -> dict[str, float]:
 
 
 def planned_steps(config: RunConfig, *, cpu: bool) -> Steps:
-    memory = rank_memory(config, cpu=cpu)
+    memory = rank_memory(config, workload_of(config, cpu=cpu))
     return {"first step": first_step(memory), "later steps": memory.points}
 
 

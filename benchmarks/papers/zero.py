@@ -225,7 +225,8 @@ def most_planned(ranks: int, stage: int) -> int:
     """Return the most layers whose planned peak fits the budget."""
 
     def fits(layers: int) -> bool:
-        peak = rank_memory(with_layers(ranks, layers, at_stage(stage)), cpu=True).peak
+        config = with_layers(ranks, layers, at_stage(stage))
+        peak = rank_memory(config, workload_of(config, cpu=True)).peak
         return peak.total + peak.host <= BUDGET
 
     return last(fits, 1)

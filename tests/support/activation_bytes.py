@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_tp.tools.planning.formulas import Layer
+from zero_tp.tools.planning.plan_settings import Layer
 
 
 def sdpa_maths_core(layer: Layer) -> float:

@@ -44,6 +44,7 @@ from zero_tp.parallel.parameter import SeededInit
 from zero_tp.parallel.spans import Span
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning.memory import rank_memory
+from zero_tp.tools.planning.plan_settings import workload_of
 
 
 def bind_alone(optimizer: MatrixOptimizer, model: ParallelModel, zero: ZeroEngine) -> None:
@@ -165,7 +166,7 @@ def peak_of_step(trainer: Any, batches: list[Any], before: set[int]) -> int:
 
 def measure(overrides: list[str], world: int) -> dict[str, Any]:
     config = RunConfig.load(FILE, BASE + overrides, world)
-    memory = rank_memory(config, cpu=True)
+    memory = rank_memory(config, workload_of(config, cpu=True))
     memory = replace(memory, zero=replace(memory.zero, owner=dist.get_rank()))
     # Kept, so that no new storage reuses an address.
     earlier = [each.untyped_storage() for each in tensors_alive()]

@@ -297,7 +297,7 @@ class Transformer(nn.Module):
             for number, name in enumerate(spec.layer_names)
         )
         self.final_norm: nn.Module = nn.Identity()
-        if not LAYERS[spec.layer].ends_with_norm:
+        if not LAYERS[spec.layer_names[-1]].ends_with_norm:
             self.final_norm = NORMS[spec.norm](
                 make.child("final_norm"),
                 spec.hidden,

@@ -28,13 +28,13 @@ from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.parallel.topology import Topology
 from zero_tp.tools.planning.formulas import (
-    Layer,
     eager_core,
     saved,
     saved_full,
     saved_selective,
     sdpa_fused_core,
 )
+from zero_tp.tools.planning.plan_settings import Layer
 from zero_tp.tools.planning.tracking import Allocation
 
 SHAPES = 2  # drawn for each test

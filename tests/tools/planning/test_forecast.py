@@ -22,6 +22,7 @@ from zero_tp.tools.planning import dryrun, simulated_accelerator
 from zero_tp.tools.planning.forecast import MemoryForecast
 from zero_tp.tools.planning.memory import rank_memory
 from zero_tp.tools.planning.plan import plan
+from zero_tp.tools.planning.plan_settings import workload_of
 
 QUICKSTART = ROOT / "ds_configs" / "quickstart.json"
 
@@ -51,10 +52,10 @@ print(callback._planned, plan(config, named_device("a100-40gb", 4)).peak.total, 
 def test_the_new_process_does_not_ask_for_devices_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may still see some: not all kinds can be hidden."""
     config = RunConfig.load(QUICKSTART, (), 4)
-    expected = rank_memory(config, cpu=False, varlen=False).peak
+    expected = rank_memory(config, workload_of(config, cpu=False, varlen=False)).peak
     monkeypatch.setattr(dryrun, "has_real_device", lambda: True)
     monkeypatch.setattr(dryrun, "run_isolated", lambda function, *arguments: function(*arguments))
-    assert rank_memory(config, cpu=False, varlen=False).peak == expected
+    assert rank_memory(config, workload_of(config, cpu=False, varlen=False)).peak == expected
 
 
 def never(_: Any) -> None:
@@ -82,6 +83,9 @@ def test_a_plan_leaves_a_process_with_an_accelerator_as_it_was(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     forecast, planned, accelerator = done.stdout.split()
     config = RunConfig.load(QUICKSTART, (), 4)
-    assert float(forecast) == rank_memory(config, cpu=False, varlen=False).peak.total
+    assert (
+        float(forecast)
+        == rank_memory(config, workload_of(config, cpu=False, varlen=False)).peak.total
+    )
     assert float(planned) == plan(config, named_device("a100-40gb", 4)).peak.total
     assert accelerator == "cpu"

@@ -23,7 +23,6 @@ from tests.support.activation_bytes import sdpa_maths_core
 from zero_tp.model.flops import utilisation
 from zero_tp.parallel.devices import peak_flops
 from zero_tp.tools.planning.formulas import (
-    Layer,
     model_states,
     saved,
     saved_full,
@@ -33,6 +32,7 @@ from zero_tp.tools.planning.formulas import (
     tensor_volume,
     zero_volume,
 )
+from zero_tp.tools.planning.plan_settings import Layer
 
 # heads, hidden, layers, vocabulary, micro-batch, TP, pipeline of arXiv 2205.05198, table 3
 MODEL_22B, MODEL_530B = (64, 6144, 48), (128, 20480, 105)

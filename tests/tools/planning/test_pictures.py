@@ -17,6 +17,7 @@ from zero_tp.tools.planning import pictures
 from zero_tp.tools.planning import plan_report as report
 from zero_tp.tools.planning.memory import rank_memory
 from zero_tp.tools.planning.pictures import memory_over_time, write_page
+from zero_tp.tools.planning.plan_settings import workload_of
 from zero_tp.tools.planning.search import Search
 
 
@@ -76,7 +77,8 @@ def test_a_picture_shows_below_which_size_tensors_fit_with_margins() -> None:
 
 
 def test_a_picture_keeps_the_ends_of_phases_and_the_peak() -> None:
-    points = rank_memory(load(["zero_tp.model.n_layer=7"]), cpu=False).points
+    config = load(["zero_tp.model.n_layer=7"])
+    points = rank_memory(config, workload_of(config, cpu=False)).points
     shown = pictures._downsampled(points, 20)
     assert len(shown) < len(points) / 3
     assert max(one.total for one in shown) == max(one.total for one in points)

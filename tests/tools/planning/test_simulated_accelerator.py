@@ -25,7 +25,6 @@ from zero_tp.parallel import elementwise
 from zero_tp.tools.planning import simulated_accelerator
 from zero_tp.tools.planning.dryrun import dry_run
 from zero_tp.tools.planning.formulas import (
-    Layer,
     eager_core,
     saved,
     saved_full,
@@ -33,7 +32,7 @@ from zero_tp.tools.planning.formulas import (
     saved_selective,
     sdpa_fused_core,
 )
-from zero_tp.tools.planning.plan_settings import Workload, workload_of
+from zero_tp.tools.planning.plan_settings import Layer, Workload, workload_of
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

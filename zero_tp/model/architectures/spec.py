@@ -327,7 +327,9 @@ class TransformerSpec:
 
     @property
     def attention_share(self) -> float:
-        """Return the share of the layers that have attention."""
+        """Return the share of the layers that have attention; the others have the delta rule."""
+        if unknown := set(self.mixers) - {"attention", "gated_delta"}:
+            raise ValueError(f"FLOPs, time and memory of the mixers {unknown} are not known")
         return len(self.mixed_by("attention")) / len(self.mixers)
 
     @property

@@ -12,6 +12,7 @@ from zero_tp.run.config import RunConfig
 from zero_tp.run.metrics import memory_gib, resident_gib
 from zero_tp.tools.planning.memory import largest_stage, rank_memory
 from zero_tp.tools.planning.plan_report import PHASES
+from zero_tp.tools.planning.plan_settings import workload_of
 
 
 class MemoryForecast(Callback):
@@ -38,17 +39,17 @@ class MemoryForecast(Callback):
         """Plan the run and return the line that is printed at its start."""
         cpu = device_type == "cpu"
         varlen = cpu or runs_flash(_current_device(device_type))
-        largest, stage = largest_stage(
-            config, lambda one: rank_memory(one, cpu=cpu, varlen=varlen).peak.total
+        largest = largest_stage(
+            config, lambda one: rank_memory(one, workload_of(one, cpu=cpu, varlen=varlen))
         )
-        point = rank_memory(largest, cpu=cpu, varlen=varlen).peak
+        point = largest.memory.peak
         # A CPU rank's offloaded states are in the same memory as its others.
         self._planned = point.total + (point.host if cpu else 0.0)
         self._resident_before = resident_gib() if cpu else 0.0
         host = f", and {in_gib(point.host)} GiB of host memory" if point.host and not cpu else ""
         return (
             f"plan: at most {in_gib(self._planned)} GiB of tensors a rank, in "
-            f"{PHASES[point.phase]}{host}" + (f", in stage {stage}" if stage else "")
+            f"{PHASES[point.phase]}{host}" + (f", in stage {largest.name}" if largest.name else "")
         )
 
     def on_end(self, state: TrainState) -> None:

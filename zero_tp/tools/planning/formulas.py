@@ -25,123 +25,12 @@ generators, a mask that all layers share, and the layer's output (the next one's
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 
-from zero_tp.model.architectures.spec import CHUNK, LatentSpec, TransformerSpec
-from zero_tp.model.transformer import LAYERS
-from zero_tp.tools.planning.plan_settings import Workload
+from zero_tp.model.architectures.spec import CHUNK, TransformerSpec
+from zero_tp.tools.planning.plan_settings import Layer
 
 DELTA_PAIRS, DELTA_FEATURES = 5, 9
 """Tensors of the gated delta rule that backward needs: of pairs of tokens, and of features."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One rank's part of a layer.
-
-    The defaults are the papers': 16 bits, mlp_size = 4h, kv_heads = a, dropout.
-
-    Attributes:
-        s, b, h, a: sequence, batch of one micro-batch, hidden, attention heads.
-        t: TP size.
-        sequence: SP is on.
-        itemsize: e, bytes of an element.
-        head_size, kv_heads, mlp_size: d, k and f; None: h/a, a and 4h.
-        latent: of latent attention.
-        gated: the MLP multiplies its activation's output by a second product of its input.
-        residual_dropout, attention_dropout: whether there is any.
-        soft_cap: of the attention's scores.
-        sinks: each head has a learnt score besides.
-        recomputed_norms: number of norms whose outputs `selective` recomputes if its modules
-            include "norm".
-    """
-
-    s: int
-    b: int
-    h: int
-    a: int
-    t: int = 1
-    sequence: bool = False
-    itemsize: int = 2
-    head_size: int | None = None
-    kv_heads: int | None = None
-    mlp_size: float | None = None
-    latent: LatentSpec | None = None
-    gated: bool = False
-    residual_dropout: bool = True
-    attention_dropout: bool = True
-    recomputed_norms: int = 2
-    soft_cap: bool = False
-    sinks: bool = False
-
-    @classmethod
-    def of(cls, spec: TransformerSpec, workload: Workload) -> Layer:
-        """Return a layer of a model at a run's micro-batch."""
-        return cls(
-            workload.length,
-            workload.batch,
-            spec.hidden,
-            spec.heads,
-            workload.tensor,
-            workload.sequence,
-            itemsize=workload.itemsize,
-            head_size=spec.head_size,
-            kv_heads=spec.kv_heads,
-            mlp_size=workload.active_width(spec),
-            latent=spec.latent,
-            gated=spec.mlp_matrices == 3,
-            residual_dropout=spec.dropouts.residual > 0,
-            attention_dropout=spec.dropouts.attention > 0,
-            recomputed_norms=len(LAYERS[spec.layer].recomputed_norms),
-            soft_cap=spec.score_cap is not None,
-            sinks=spec.sinks,
-        )
-
-    @property
-    def sbh(self) -> int:
-        return self.s * self.b * self.h
-
-    @property
-    def residual(self) -> float:
-        """Return the elements of the residual stream on this rank: sbh, under SP sbh/t."""
-        return self.sbh / self.t if self.sequence else self.sbh
-
-    @property
-    def queries(self) -> float:
-        """Return the elements of the queries on this rank: sbad/t, with the papers' sizes sbh/t."""
-        return self.s * self.b * self.a * (self.head_size or self.h / self.a) / self.t
-
-    @property
-    def keys(self) -> float:
-        """Return the elements of the keys on this rank, sbkd/t; the values have as many."""
-        return self.queries * (self.kv_heads or self.a) / self.a
-
-    @property
-    def attention(self) -> float:
-        """Return the elements of Q, K, V and the core's output, and of what backward needs to make
-        them besides the layer's input.
-        """
-        if self.latent is None:
-            return 2 * self.queries + 2 * self.keys
-        # Keys are copies of a product's features and of the shared ones. Latents are kept before
-        # their norms and after them, where under SP they are whole.
-        rank_heads = self.s * self.b * self.a / self.t
-        size = self.queries / rank_heads
-        heads = 3 * size - self.latent.rotated + 2 * self.latent.value
-        latents = self.s * self.b * self.latent.width
-        return rank_heads * heads + latents * (1 + (1 / self.t if self.sequence else 1))
-
-    @property
-    def mlp(self) -> float:
-        """Return the elements of the MLP's activation on this rank: sbf/t, with the papers'
-        sizes 4sbh/t.
-        """
-        return self.s * self.b * (self.mlp_size or 4 * self.h) / self.t
-
-    @property
-    def scores(self) -> float:
-        """Return the attention scores on this rank: as²b/t."""
-        return self.a * self.s**2 * self.b / self.t
 
 
 # ---- activations of the attention core, besides Q, K and V ---------------------------------------

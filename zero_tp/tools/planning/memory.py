@@ -25,7 +25,7 @@ from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning import formulas
 from zero_tp.tools.planning.dryrun import dry_run
 from zero_tp.tools.planning.matrix_update import MatrixGroup
-from zero_tp.tools.planning.plan_settings import Workload, ZeroSettings, workload_of
+from zero_tp.tools.planning.plan_settings import Layer, Workload, ZeroSettings
 from zero_tp.tools.planning.tracking import MemorySample
 from zero_tp.tools.planning.zero import RankParameters, StateBytes, ZeroMemory
 
@@ -262,50 +262,49 @@ class RankMemory:
         return Point(phase, position, sizes, states.host + self.activation_checkpoint_bytes[1])
 
 
-def largest_stage(
-    config: RunConfig, peak_of: Callable[[RunConfig], float]
-) -> tuple[RunConfig, str]:
-    """Return the config of the stage of a run that needs the most memory, and its name.
+class StageMemory(NamedTuple):
+    """The memory of a rank in one stage of a run.
 
-    Args:
-        peak_of: returns the peak memory of a config's rank [bytes].
+    Attributes:
+        config: of that stage alone.
+        name: the stage's, "" if the run has no stages.
     """
+
+    config: RunConfig
+    name: str
+    memory: RankMemory
+
+
+def largest_stage(config: RunConfig, memory_of: Callable[[RunConfig], RankMemory]) -> StageMemory:
+    """Return the stage of a run that needs the most memory."""
     if not config.zero_tp.training.stages:
-        return config, ""
+        return StageMemory(config, "", memory_of(config))
     configs = [config.stage_config(index) for index in range(len(config.stages))]
-    sizes: dict[tuple[Any, ...], float] = {}
-    peaks = []
+    memories: dict[tuple[Any, ...], RankMemory] = {}
+    stages = []
     for stage, one in zip(config.stages, configs, strict=True):
         # Stages differ in data and rates, too, which take no memory.
         key = (stage.batch, stage.length, stage.recompute)
-        if key not in sizes:
-            sizes[key] = peak_of(one)
-        peaks.append(sizes[key])
-    largest = peaks.index(max(peaks))
-    return configs[largest], config.stages[largest].name
+        if key not in memories:
+            memories[key] = memory_of(one)
+        stages.append(StageMemory(one, stage.name, memories[key]))
+    return max(stages, key=lambda stage: stage.memory.peak.total)
 
 
 def rank_memory(
-    config: RunConfig,
-    *,
-    cpu: bool,
-    varlen: bool = True,
-    model: ModelSize | None = None,
-    workload: Workload | None = None,
+    config: RunConfig, workload: Workload, model: ModelSize | None = None
 ) -> RankMemory:
     """Return the memory of one rank of the run.
 
     Args:
         config: loaded with a world size.
-        cpu: the ranks run on CPUs, else on accelerators.
-        varlen: the accelerators support `varlen_attn` and `flex_attention`.
-        model, workload: `run_model_size(config)` and `workload_of(config, …)`, if the caller has
-            them.
+        workload: `workload_of(config, …)`.
+        model: `run_model_size(config)`, if the caller has it.
     """
     model = model or run_model_size(config)
-    workload = workload or workload_of(config, cpu=cpu, varlen=varlen)
     recomputed = workload.fully_recomputed_layers(model.spec.layers)
-    zero = ZeroMemory(model.parameters, ZeroSettings.of(config, cpu=cpu), recomputed)
+    settings = ZeroSettings.of(config, cpu=workload.cpu)
+    zero = ZeroMemory(model.parameters, settings, recomputed)
     checkpoint_bytes = workload.activation_checkpoint_bytes(model.spec.hidden, model.spec.layers)
     return RankMemory(zero, dry_run(config.hf_config(), workload), checkpoint_bytes)
 
@@ -330,8 +329,8 @@ class PaperMemory:
         return self.model.shares(self.workload.tensor, self.workload.expert, self.data)
 
     @property
-    def layer(self) -> formulas.Layer:
-        return formulas.Layer.of(self.model.spec, self.workload)
+    def layer(self) -> Layer:
+        return Layer.of(self.model.spec, self.workload)
 
     def layer_bytes(self, *, recomputes: bool) -> float:
         """Return the activations that one layer keeps of one micro-batch, with or without
@@ -344,7 +343,7 @@ class PaperMemory:
         spec = self.model.spec
         share = spec.attention_share
 
-        def core(layer: formulas.Layer) -> float:
+        def core(layer: Layer) -> float:
             return share * of_attention(layer) + (1 - share) * formulas.delta_core(layer, spec)
 
         if not recomputes or policy.mode == "none":

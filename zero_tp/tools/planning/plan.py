@@ -345,12 +345,7 @@ def plan(
         cpu, varlen = device.is_cpu, device.varlen
         return workload_of(stage, cpu=cpu, varlen=varlen, expert_imbalance=expert_imbalance)
 
-    def memory_in(stage: RunConfig) -> RankMemory:
-        workload = workload_in(stage)
-        return rank_memory(stage, cpu=device.is_cpu, model=model, workload=workload)
-
     # A run of several stages is planned by the one that needs the most memory.
-    largest, name = largest_stage(config, lambda one: memory_in(one).peak.total)
-    workload = workload_in(largest)
-    memory = memory_in(largest)
-    return Plan(device, model, workload, memory, largest, tokens, name)
+    largest = largest_stage(config, lambda one: rank_memory(one, workload_in(one), model))
+    workload = workload_in(largest.config)
+    return Plan(device, model, workload, largest.memory, largest.config, tokens, largest.name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +15,8 @@ from zero_tp.base.settings.optimizer import SGD, Muon, Optimizer, TorchAdam
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.engine.zero import facts
 from zero_tp.engine.zero.orthogonalize import NewtonSchulz, products_dtype
-from zero_tp.model.architectures.spec import TransformerSpec
+from zero_tp.model.architectures.spec import LatentSpec, TransformerSpec
+from zero_tp.model.transformer import LAYERS, TransformerLayer
 from zero_tp.parallel.elementwise import is_compiled
 from zero_tp.run.config import RunConfig
 
@@ -187,6 +190,122 @@ def workload_of(
 
 
 # ---- ZeRO ----------------------------------------------------------------------------------------
+
+
+def mean_over_layers(
+    spec: TransformerSpec, count: Callable[[type[TransformerLayer]], float]
+) -> float:
+    """Return the mean of a number of a layer's class."""
+    return statistics.fmean(count(LAYERS[name]) for name in spec.layer_names)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The sizes of one rank's part of a layer, from which formulas.py and timing.py compute.
+
+    The defaults are the papers': 16 bits, mlp_size = 4h, kv_heads = a, dropout.
+
+    Attributes:
+        s, b, h, a: sequence, batch of one micro-batch, hidden, attention heads.
+        t: TP size.
+        sequence: SP is on.
+        itemsize: e, bytes of an element.
+        head_size, kv_heads, mlp_size: d, k and f; None: h/a, a and 4h.
+        latent: of latent attention.
+        gated: the MLP multiplies its activation's output by a second product of its input.
+        residual_dropout, attention_dropout: whether there is any.
+        soft_cap: of the attention's scores.
+        sinks: each head has a learnt score besides.
+        recomputed_norms: number of norms whose outputs `selective` recomputes if its modules
+            include "norm", a mean over layers.
+    """
+
+    s: int
+    b: int
+    h: int
+    a: int
+    t: int = 1
+    sequence: bool = False
+    itemsize: int = 2
+    head_size: int | None = None
+    kv_heads: int | None = None
+    mlp_size: float | None = None
+    latent: LatentSpec | None = None
+    gated: bool = False
+    residual_dropout: bool = True
+    attention_dropout: bool = True
+    recomputed_norms: float = 2
+    soft_cap: bool = False
+    sinks: bool = False
+
+    @classmethod
+    def of(cls, spec: TransformerSpec, workload: Workload) -> Layer:
+        """Return a layer of a model at a run's micro-batch."""
+        return cls(
+            workload.length,
+            workload.batch,
+            spec.hidden,
+            spec.heads,
+            workload.tensor,
+            workload.sequence,
+            itemsize=workload.itemsize,
+            head_size=spec.head_size,
+            kv_heads=spec.kv_heads,
+            mlp_size=workload.active_width(spec),
+            latent=spec.latent,
+            gated=spec.mlp_matrices == 3,
+            residual_dropout=spec.dropouts.residual > 0,
+            attention_dropout=spec.dropouts.attention > 0,
+            recomputed_norms=mean_over_layers(spec, lambda kind: len(kind.recomputed_norms)),
+            soft_cap=spec.score_cap is not None,
+            sinks=spec.sinks,
+        )
+
+    @property
+    def sbh(self) -> int:
+        return self.s * self.b * self.h
+
+    @property
+    def residual(self) -> float:
+        """Return the elements of the residual stream on this rank: sbh, under SP sbh/t."""
+        return self.sbh / self.t if self.sequence else self.sbh
+
+    @property
+    def queries(self) -> float:
+        """Return the elements of the queries on this rank: sbad/t, with the papers' sizes sbh/t."""
+        return self.s * self.b * self.a * (self.head_size or self.h / self.a) / self.t
+
+    @property
+    def keys(self) -> float:
+        """Return the elements of the keys on this rank, sbkd/t; the values have as many."""
+        return self.queries * (self.kv_heads or self.a) / self.a
+
+    @property
+    def attention(self) -> float:
+        """Return the elements of Q, K, V and the core's output, and of what backward needs to make
+        them besides the layer's input.
+        """
+        if self.latent is None:
+            return 2 * self.queries + 2 * self.keys
+        # Keys are copies of a product's features and of the shared ones. Latents are kept before
+        # their norms and after them, where under SP they are whole.
+        rank_heads = self.s * self.b * self.a / self.t
+        size = self.queries / rank_heads
+        heads = 3 * size - self.latent.rotated + 2 * self.latent.value
+        latents = self.s * self.b * self.latent.width
+        return rank_heads * heads + latents * (1 + (1 / self.t if self.sequence else 1))
+
+    @property
+    def mlp(self) -> float:
+        """Return the elements of the MLP's activation on this rank: sbf/t, with the papers'
+        sizes 4sbh/t.
+        """
+        return self.s * self.b * (self.mlp_size or 4 * self.h) / self.t
+
+    @property
+    def scores(self) -> float:
+        """Return the attention scores on this rank: as²b/t."""
+        return self.a * self.s**2 * self.b / self.t
 
 
 @dataclass(frozen=True)

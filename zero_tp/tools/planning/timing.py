@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from zero_tp.engine.zero import facts
 from zero_tp.model.architectures.spec import CHUNK, TransformerSpec
 from zero_tp.model.flops import attention_core, delta_core, head_products, projections
 from zero_tp.model.norm import NORMS
-from zero_tp.model.transformer import LAYERS
 from zero_tp.parallel.devices import Device
 from zero_tp.tools.planning.exchange_time import ExchangeTime, ExchangeTraffic
-from zero_tp.tools.planning.formulas import Layer
 from zero_tp.tools.planning.matrix_time import MatrixTime
 from zero_tp.tools.planning.matrix_update import MatrixUpdate
-from zero_tp.tools.planning.plan_settings import Workload, ZeroSettings
+from zero_tp.tools.planning.plan_settings import Layer, Workload, ZeroSettings, mean_over_layers
 from zero_tp.tools.planning.rates import Rates, matrix_flops
-from zero_tp.tools.planning.zero import ALLREDUCE_BUCKET
 
 FLASH_SHARE = 0.6
 """Share of the matrix peak that fused attention reaches: 50 to 73 % on an A100 (arXiv
@@ -357,14 +355,18 @@ class StepTimeEstimator:
 
     def _sums(self) -> tuple[float, float]:
         """Return the bytes that the two residual sums of a layer move, forward and backward."""
-        kind = LAYERS[self.spec.layer]
         tensor = self.workload.itemsize * self.layer.residual
-        # Each reads two tensors and writes one.
-        if not (kind.splits_residual and NORMS[self.spec.norm].passes_residual):
-            return 6 * tensor, 6 * tensor
-        # The MLP's norm makes the attention's sum, which it need not read again. In backward each
-        # norm reads the residual's gradient.
-        return (5 if kind.adds_in_norm else 6) * tensor, 2 * tensor
+        passes = NORMS[self.spec.norm].passes_residual
+        # Each reads two tensors and writes one. The MLP's norm may make the attention's sum, which
+        # it need not read again. In backward each such norm reads the residual's gradient.
+        forward = mean_over_layers(
+            self.spec,
+            lambda kind: 5 if passes and kind.splits_residual and kind.adds_in_norm else 6,
+        )
+        backward = mean_over_layers(
+            self.spec, lambda kind: 2 if passes and kind.splits_residual else 6
+        )
+        return forward * tensor, backward * tensor
 
     def _biased_columns(self) -> float:
         """Return the elements of column-parallel products with a bias."""
@@ -413,8 +415,7 @@ class StepTimeEstimator:
             if self.workload.expert > 1:
                 arrived = self.workload.expert_rows(spec) * share
         mask = 2 * e + 1 if spec.dropouts.attention else 0
-        kind = LAYERS[spec.layer]
-        norms = len(kind.attention_norms) + len(kind.mlp_norms)
+        norms = mean_over_layers(spec, lambda kind: len(kind.attention_norms) + len(kind.mlp_norms))
         # Scale, division, tanh and multiplication each read and write the scores. So does the copy
         # that adds the column of the sinks.
         capped = (8 * (spec.score_cap is not None) + 2 * spec.sinks) * e * scores
@@ -591,7 +592,7 @@ class StepTimeEstimator:
             )
             computing = accumulation * (forward + backward) if settings.overlap else 0.0
             return self._exposed(gathers * gather + reductions * reduce, computing)
-        bucket = settings.reduce_bucket if settings.reduces_in_buckets else ALLREDUCE_BUCKET
+        bucket = settings.reduce_bucket if settings.reduces_in_buckets else facts.ALLREDUCE_BUCKET
         # A call costs a ring's latency; a call is a bucket of gradients. One with gradients of
         # experts and of others has a call for each.
         calls = max(1, -(-self.parameters // bucket))

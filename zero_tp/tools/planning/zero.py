@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from zero_tp.engine.zero import facts
 from zero_tp.tools.planning.gathered import most_gathered
 from zero_tp.tools.planning.matrix_update import (
     MatrixGroup,
@@ -22,10 +23,6 @@ from zero_tp.tools.planning.matrix_update import (
 )
 from zero_tp.tools.planning.plan_settings import ZeroSettings, page_locked
 
-ALLREDUCE_BUCKET = 500_000_000
-"""Elements of one all-reduce at stage 0 and in BF16_Optimizer, which have no buckets
-(deepspeed/runtime/constants.py, MEMORY_OPT_ALLREDUCE_SIZE).
-"""
 NORM_BYTES = 8
 """DeepSpeed computes a gradient's norm in fp64."""
 
@@ -459,7 +456,7 @@ class ZeroMemory:
             if zero.stage == 0 or zero.runs_bf16_optimizer:
                 copied = sum({self._grad_itemsize, zero.communication_itemsize})
             # A single replica has nothing to send.
-            flattened = copied * min(total, ALLREDUCE_BUCKET) if zero.data > 1 else 0
+            flattened = copied * min(total, facts.ALLREDUCE_BUCKET) if zero.data > 1 else 0
             return states._replace(buffers=states.buffers + flattened)
         if zero.stage == 1 and not zero.overlap:
             # Gradients move into the bucket. When it is full, the buffer of reduced gradients is
