@@ -17,19 +17,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from zero_tp.base.errors import UserError
+from zero_tp.base.errors import UserError, json_kind
 from zero_tp.base.files import open_regular
 from zero_tp.data.compression import COMPRESSIONS, open_decompressed, piece_bytes
-from zero_tp.data.formats import FORMATS, STREAMS, TABLES, choose_json_key
+from zero_tp.data.formats import FORMATS, STREAMS, TABLES
 from zero_tp.data.hub import read_hub
 from zero_tp.data.records import (
     EVERY_STRING,
     HUB,
+    TEXT_KEYS,
     Document,
     Problem,
     Record,
     RecordBlock,
     Source,
+    choose_key,
     location,
     parse_dict,
 )
@@ -186,6 +188,25 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 # --- blocks ---------------------------------------------------------------------------------------
 
 
+def _choose_json_key(source: Source, records: Sequence[Record]) -> None:
+    """Choose the field of the text from the objects of the first block.
+
+    Raises:
+        UserError: they have no such field.
+    """
+    fields: dict[str, str | None] = {}
+    for _, content in records:
+        parsed = parse_dict(content) if isinstance(content, bytes) else content
+        if isinstance(parsed, dict):
+            for name, value in parsed.items():
+                kind = None if isinstance(value, str) else json_kind(type(value).__name__)
+                fields[name] = kind if fields.get(name, "") is not None else None
+    # Without any object in the first block there is nothing to choose from: each record is then
+    # judged by itself. With fields and no text among them, the error lists them.
+    preferred = source.text_key or TEXT_KEYS[0]
+    source.key = preferred if preferred in fields or not fields else choose_key(fields, source)
+
+
 def read_blocks(source: Source) -> Iterator[RecordBlock]:
     """Yield all records of a source in blocks.
 
@@ -200,7 +221,7 @@ def read_blocks(source: Source) -> Iterator[RecordBlock]:
             group_records(read_hub(source) if source.kind == "hub" else _records(source))
         ):
             if number == 0 and source.key is None and source.kind in ("jsonl", "json", "hub"):
-                choose_json_key(source, records)
+                _choose_json_key(source, records)
             yield RecordBlock(source.name, number, source.key, records)
         # After the last record: a file that grows while it is read would give another corpus the
         # next time.

@@ -1,8 +1,8 @@
 """Readers of records, one for each kind of file: JSON lines, JSON, text, CSV, Parquet, Arrow.
 
 `FORMATS` maps the ending of a file to its reader, which takes a source and its decompressed bytes
-and yields `Record`s. Readers of tables set `Source.key` before their first record;
-`choose_json_key` sets it from the first block of JSON objects.
+and yields `Record`s. Readers of tables set `Source.key` before their first record; documents.py
+sets it from the first block of JSON objects.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ import codecs
 import csv
 import importlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import groupby
 from types import ModuleType
 from typing import IO, Any
 
-from zero_tp.base.errors import UserError, first_line, json_kind, one_line
+from zero_tp.base.errors import UserError, first_line, one_line
 from zero_tp.data.json_array import array_elements
 from zero_tp.data.records import (
     EVERY_STRING,
     MAX_LINE_BYTES,
-    TEXT_KEYS,
     TITLE,
     Problem,
     Record,
@@ -71,25 +70,6 @@ def _lines(source: Source, file: IO[bytes]) -> Iterator[Record]:
         # Skip the rest of a line that is too long, so that it does not become lines of its own.
         while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
             line = file.readline(MAX_LINE_BYTES + 1)
-
-
-def choose_json_key(source: Source, records: Sequence[Record]) -> None:
-    """Choose the field of the text from the objects of the first block.
-
-    Raises:
-        UserError: they have no such field.
-    """
-    fields: dict[str, str | None] = {}
-    for _, content in records:
-        parsed = parse_dict(content) if isinstance(content, bytes) else content
-        if isinstance(parsed, dict):
-            for name, value in parsed.items():
-                kind = None if isinstance(value, str) else json_kind(type(value).__name__)
-                fields[name] = kind if fields.get(name, "") is not None else None
-    # Without any object in the first block there is nothing to choose from: each record is then
-    # judged by itself. With fields and no text among them, the error lists them.
-    preferred = source.text_key or TEXT_KEYS[0]
-    source.key = preferred if preferred in fields or not fields else choose_key(fields, source)
 
 
 def _json(source: Source, file: io.BufferedReader) -> Iterator[Record]:

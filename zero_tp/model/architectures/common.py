@@ -97,6 +97,7 @@ def spec(
     config: PretrainedConfig,
     *,
     partial_rotary: bool = False,
+    rotates: Sequence[bool] | None = None,
     mlp: str = "gated",
     attention_bias: bool | None = None,
     **overrides: Any,
@@ -107,6 +108,7 @@ def spec(
 
     Args:
         partial_rotary: the architecture supports rotating a part of each head.
+        rotates: whether each layer rotates Q and K; by default all do.
         mlp: name in MLPS, for a config without `decoder_sparse_step`.
         attention_bias: biases on Q, K, V and the output projection; by default the config's.
         overrides: arguments of TransformerSpec that differ from Llama's.
@@ -130,7 +132,9 @@ def spec(
     if overrides.get("position") == "learned":
         overrides["rotaries"] = (None,) * layers
     elif "rotaries" not in overrides:
-        overrides["rotaries"] = rotaries(config, head_size, partial_rotary=partial_rotary)
+        alike = rotaries(config, head_size, partial_rotary=partial_rotary)
+        pairs = zip(alike, rotates or (True,) * layers, strict=True)
+        overrides["rotaries"] = tuple(rotary if is_used else None for rotary, is_used in pairs)
     defaults: dict[str, Any] = {
         "hidden": config.hidden_size,
         "layers": layers,

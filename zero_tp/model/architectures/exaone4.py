@@ -9,7 +9,6 @@ from functools import partial
 from transformers import PretrainedConfig
 
 from zero_tp.model.architectures import common, llama_names
-from zero_tp.model.architectures.rotary import rotary
 from zero_tp.model.architectures.spec import TransformerSpec
 
 FIELDS = common.fields(
@@ -22,7 +21,6 @@ FIELDS = common.fields(
 
 def spec(config: PretrainedConfig) -> TransformerSpec:
     """Return Llama's spec with this architecture's differences."""
-    shared = rotary(config, common.head_size_of(config))
     rotates = [
         config.sliding_window is None or kind == common.SLIDING for kind in config.layer_types
     ]
@@ -30,7 +28,7 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
         config,
         layer="output_norm",
         query_key_norm="heads",
-        rotaries=tuple(shared if rotating else None for rotating in rotates),
+        rotates=rotates,
     )
 
 

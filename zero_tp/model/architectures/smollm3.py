@@ -7,7 +7,6 @@ from transformers import PretrainedConfig
 from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError
 from zero_tp.model.architectures import common
-from zero_tp.model.architectures.rotary import rotary
 from zero_tp.model.architectures.spec import TransformerSpec
 
 FIELDS = common.fields(
@@ -25,11 +24,8 @@ def spec(config: PretrainedConfig) -> TransformerSpec:
     if len(rotates) < layers:
         problem = f"{len(rotates)} entries for {layers} layers"
         raise ConfigError(f"{MODEL_KEY}.no_rope_layers", problem, "give one for each")
-    shared = rotary(config, common.head_size_of(config))
     # 1 in no_rope_layers stands for a layer that rotates.
-    return common.spec(
-        config, rotaries=tuple(shared if rotates[number] else None for number in range(layers))
-    )
+    return common.spec(config, rotates=[bool(number) for number in rotates[:layers]])
 
 
 ARCHITECTURE = common.architecture(FIELDS, spec, "SmolLM3ForCausalLM")
