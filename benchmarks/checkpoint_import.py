@@ -46,7 +46,7 @@ def resident() -> int:
 
 def measure(kind: str, source: Path, output: Path) -> tuple[float, int]:
     """Return the seconds of one turn and its memory beyond imports [bytes]."""
-    from zero_tp.model.weights.load import native_model
+    from zero_tp.model.weights.native import native_model
     from zero_tp.tools.checkpoint_import.formats import open_checkpoint
     from zero_tp.tools.checkpoint_import.importing import import_checkpoint
 

@@ -438,7 +438,7 @@ def main(words: Sequence[str]) -> None:
     import transformers
 
     from zero_tp.base.weight_files import open_weights, resolve
-    from zero_tp.model.weights.load import open_any_config
+    from zero_tp.model.weights.native import open_any_config
     from zero_tp.run.checkpoint.directory import is_run
 
     model = resolve(options.model, "--model")

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from tests.support.native import native_model, perturbed
 from zero_tp.base.errors import UserError
 from zero_tp.model.huggingface import ZeroTPForCausalLM
-from zero_tp.model.weights.load import open_config, open_model
+from zero_tp.model.weights.native import open_config, open_model
 from zero_tp.parallel.layout import layout_of
 from zero_tp.parallel.topology import Topology
 

@@ -23,7 +23,7 @@ from zero_tp.base.weight_files import INDEX, SINGLE
 from zero_tp.commands import sample
 from zero_tp.data.tokenizer_files import open_tokenizer
 from zero_tp.model.huggingface import ZeroTPForCausalLM
-from zero_tp.model.weights.load import open_config, open_model
+from zero_tp.model.weights.native import open_config, open_model
 from zero_tp.tools.evaluation.model_directory import open_directory
 
 FIRST = "transformer.wte.weight"

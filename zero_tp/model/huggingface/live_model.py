@@ -22,7 +22,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from zero_tp.base.errors import UserError, shown
 from zero_tp.model.architectures import Architecture, architecture_of, weights_of
 from zero_tp.model.architectures.spec import Rotary, TransformerSpec
-from zero_tp.model.weights.load import native_model
+from zero_tp.model.weights.native import native_model
 
 COMPARED = (bool, int, float, str, tuple, list, dict, type(None), FunctionType, BuiltinFunctionType)
 """Types of the attributes of a module that are compared. Others are configs and lists of

@@ -47,7 +47,7 @@ from zero_tp.model.architectures import (
 )
 from zero_tp.model.architectures.configs import CONFIG
 from zero_tp.model.weights.live_weights import gather_parameter
-from zero_tp.model.weights.load import native_model, stored_shapes
+from zero_tp.model.weights.native import native_model, stored_shapes
 from zero_tp.parallel.agreement import on_rank_zero
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.layout import Layout, Sharded, layout_of, whole_shape

@@ -16,7 +16,7 @@ from zero_tp.base.weight_files import resolve_tokenizer
 from zero_tp.data.tokenizer import vocabulary_size
 from zero_tp.data.tokenizer_files import open_tokenizer
 from zero_tp.model.architectures.configs import CONFIG
-from zero_tp.model.weights.load import open_config
+from zero_tp.model.weights.native import open_config
 from zero_tp.tools.checkpoint_import.formats import FORMATS, open_checkpoint
 from zero_tp.tools.checkpoint_import.importing import import_checkpoint
 from zero_tp.tools.checkpoint_import.page import read_ids, text_tokens

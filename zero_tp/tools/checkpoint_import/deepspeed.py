@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 from zero_tp.base.errors import UserError
 from zero_tp.model.architectures import aliases_of
 from zero_tp.model.architectures.configs import CONFIG
-from zero_tp.model.weights.load import open_config
+from zero_tp.model.weights.native import open_config
 from zero_tp.tools.checkpoint_import.deepspeed_states import (
     MODEL_FILE,
     OPTIMIZER_FILE,

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from zero_tp.base.errors import UserError
 from zero_tp.model.architectures import aliases_of, architecture_of, weights_of
 from zero_tp.model.architectures.table import Weight
-from zero_tp.model.weights.load import native_model, open_config
+from zero_tp.model.weights.native import native_model, open_config
 from zero_tp.model.weights.stacked_experts import divide_by_sizes
 from zero_tp.tools.checkpoint_import.safetensors_file import open_safetensors
 from zero_tp.tools.checkpoint_import.stored_tensors import FileTensor, read_whole, rows_of

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from zero_tp.base.errors import UserError
 from zero_tp.model.architectures import Weight, weights_of
-from zero_tp.model.weights.load import native_model, stored_shapes
+from zero_tp.model.weights.native import native_model, stored_shapes
 from zero_tp.parallel.spans import Span, Spans
 from zero_tp.tools.checkpoint_import.stored_tensors import (
     StoredTensor,

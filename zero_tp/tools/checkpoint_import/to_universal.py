@@ -27,7 +27,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.base.files import partial_directory, put_in_place
 from zero_tp.engine.zero.states import MASTER
 from zero_tp.model.architectures import Weight, aliases_of, to_hf
-from zero_tp.model.weights.load import native_model
+from zero_tp.model.weights.native import native_model
 from zero_tp.run.checkpoint.directory import check_content
 from zero_tp.run.checkpoint.find import RunCheckpoint, find_checkpoint
 from zero_tp.run.checkpoint.manifest import Manifest

@@ -120,7 +120,7 @@ class ModelDirectory:
     def config(self) -> PretrainedConfig:
         """Return the config of the model, which must be a causal language model."""
         from zero_tp.model.architectures import ARCHITECTURES
-        from zero_tp.model.weights.load import open_config
+        from zero_tp.model.weights.native import open_config
 
         config = open_config(self.path) if self.checkpoint is None else self.checkpoint.hf_config()
         architecture = ARCHITECTURES.get(config.model_type)
@@ -243,7 +243,7 @@ class ModelDirectory:
     def _load_native(self, dtype: torch.dtype | Literal["auto"], device: str) -> Any:
         import torch
 
-        from zero_tp.model.weights.load import open_model
+        from zero_tp.model.weights.native import open_model
 
         model = open_model(self.path, self.config, dtype, allow_pickle=self.allow_pickle)
         try:
