@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PretrainedConfig
 
 from zero_tp.base.errors import UserError, shown
-from zero_tp.base.settings.resolve import leaves
+from zero_tp.base.settings.keys import leaves
 from zero_tp.base.weight_files import has_commit, resolve
 from zero_tp.data.batch import ReadAhead
 from zero_tp.data.documents import file_sha256

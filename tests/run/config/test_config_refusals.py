@@ -16,10 +16,10 @@ from tests.tools.fuzz.commands import LONGEST_REFUSAL
 from tests.tools.fuzz.configs import BASE, LLAMA
 from tests.tools.fuzz.damage import ODD, at, places
 from zero_tp.base.errors import shown
+from zero_tp.base.settings.keys import leaves
 from zero_tp.base.settings.optimizer import REFUSED_OPTIMIZERS, choose_implementation
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.base.settings.refused import FIXED, REFUSED_KEYS
-from zero_tp.base.settings.resolve import leaves
 from zero_tp.base.settings.schema import Parallel, ZeroTP
 from zero_tp.commands.check import describe
 from zero_tp.engine.settings.parse import check_settings, parse_settings

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.mistakes import changed, written
-from zero_tp.base.settings.resolve import AUTO, SavedStart, leaves, resolve_batch
+from zero_tp.base.settings.keys import leaves
+from zero_tp.base.settings.resolve import AUTO, SavedStart, resolve_batch
 from zero_tp.base.settings.schedule import SCHEDULES, CosineWithMinLR
 from zero_tp.run.config import ConfigError, RunConfig
 

@@ -22,7 +22,7 @@ from tests.support.pools import Pools
 from tests.tiers import THOROUGH
 from zero_tp.base.constants import GIB
 from zero_tp.base.errors import UserError
-from zero_tp.base.settings.resolve import apply_overrides
+from zero_tp.base.settings.keys import apply_overrides
 from zero_tp.base.strict_json import read_json
 from zero_tp.commands.plan import add_arguments, check, main
 from zero_tp.model.huggingface import ZeroTPForCausalLM

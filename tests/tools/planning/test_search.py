@@ -16,8 +16,8 @@ from tests.tiers import THOROUGH
 from zero_tp.base.constants import GIB
 from zero_tp.base.errors import UserError
 from zero_tp.base.files import write_named
+from zero_tp.base.settings.keys import apply_overrides
 from zero_tp.base.settings.recompute import RecomputePolicy
-from zero_tp.base.settings.resolve import apply_overrides
 from zero_tp.base.strict_json import read_json
 from zero_tp.parallel.devices import named_device
 from zero_tp.run.config import RunConfig

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializeAsAny
 
 from zero_tp.base.errors import ConfigError, did_you_mean, shown
-from zero_tp.base.settings.resolve import look_up
+from zero_tp.base.settings.keys import look_up
 from zero_tp.base.validation import Below1, ConfigModel, NonNegative, validate
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from zero_tp.base.errors import ConfigError, shown
 from zero_tp.base.settings.deepspeed import ZERO
-from zero_tp.base.settings.resolve import look_up
+from zero_tp.base.settings.keys import look_up
 
 REMOVED = "DeepSpeed has removed it"
 RENAMED = "DeepSpeed has renamed it"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_tp.base.errors import ConfigError, shown
-from zero_tp.base.settings.resolve import look_up
+from zero_tp.base.settings.keys import look_up
 from zero_tp.base.validation import ConfigErrors
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from zero_tp.base.errors import ConfigError
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
-from zero_tp.base.settings.resolve import leaves
+from zero_tp.base.settings.keys import leaves
 from zero_tp.base.validation import ConfigErrors
 from zero_tp.engine.settings import training_rules, zero_rules
 from zero_tp.engine.settings.rule import Combination, Rule

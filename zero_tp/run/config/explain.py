@@ -8,8 +8,9 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.base.errors import ConfigError, did_you_mean, shown
+from zero_tp.base.settings.keys import apply_overrides, look_up
 from zero_tp.base.settings.refused import FIXED, REFUSED_KEYS, use_current_names
-from zero_tp.base.settings.resolve import AUTO, apply_overrides, look_up
+from zero_tp.base.settings.resolve import AUTO
 from zero_tp.base.strict_json import read_json
 
 if TYPE_CHECKING:

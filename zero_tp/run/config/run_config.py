@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError, did_you_mean
 from zero_tp.base.settings.deepspeed import MONITORS, DeepSpeedSettings
+from zero_tp.base.settings.keys import apply_overrides, check_leaves, look_up
 from zero_tp.base.settings.optimizer import choose_implementation
 from zero_tp.base.settings.refused import use_current_names
 from zero_tp.base.settings.removed import drop_removed_keys
@@ -20,11 +21,8 @@ from zero_tp.base.settings.resolve import (
     BATCH_FIELDS,
     BatchSizes,
     SavedStart,
-    apply_overrides,
-    check_leaves,
     check_token_lengths,
     fill,
-    look_up,
     pop_autos,
     pop_token_lengths,
     resolve_batch,

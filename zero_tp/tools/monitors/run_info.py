@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_tp.base.files import write_atomically
-from zero_tp.base.settings.resolve import leaves
+from zero_tp.base.settings.keys import leaves
 from zero_tp.base.strict_json import read_json
 from zero_tp.run.config import RunConfig
 

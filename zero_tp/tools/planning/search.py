@@ -25,8 +25,8 @@ from zero_tp.base.settings.deepspeed import (
     DeepSpeedSettings,
     OffloadOptimizer,
 )
+from zero_tp.base.settings.keys import apply_overrides
 from zero_tp.base.settings.recompute import RecomputeMode, RecomputePolicy
-from zero_tp.base.settings.resolve import apply_overrides
 from zero_tp.base.strict_json import read_json
 from zero_tp.base.validation import ConfigErrors
 from zero_tp.engine.settings.rules import refuse_experts

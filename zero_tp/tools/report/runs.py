@@ -13,7 +13,7 @@ import numpy as np
 
 from zero_tp.base.errors import UserError
 from zero_tp.base.files import open_regular
-from zero_tp.base.settings.resolve import leaves, look_up
+from zero_tp.base.settings.keys import leaves, look_up
 from zero_tp.base.strict_json import InvalidJson, read_object
 from zero_tp.run.checkpoint.run_directory import CONFIG
 from zero_tp.run.metrics_file import METRICS_FILE, read_line

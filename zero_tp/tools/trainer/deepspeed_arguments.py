@@ -11,8 +11,9 @@ from typing import Any
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
 from zero_tp.base.errors import UserError
+from zero_tp.base.settings.keys import look_up
 from zero_tp.base.settings.optimizer import ELEMENTWISE, offloads_optimizer, params_model
-from zero_tp.base.settings.resolve import BATCH_FIELDS, look_up
+from zero_tp.base.settings.resolve import BATCH_FIELDS
 from zero_tp.base.settings.schedule import DEEPSPEED_SCHEDULES
 
 OPTIMIZER_ARGUMENTS = ("lr", "betas", "eps", "weight_decay")
