@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from zero_tp.run.checkpoint.manifest import versions
+from zero_tp.base.versions import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 

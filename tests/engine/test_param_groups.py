@@ -32,7 +32,7 @@ from zero_tp.base.settings.param_groups import parse_param_groups
 from zero_tp.base.settings.schedule import check_scheduler
 from zero_tp.engine.zero.lr_schedules import scale_rates, set_schedule, transformers_schedule
 from zero_tp.run.checkpoint.find import find_checkpoint
-from zero_tp.run.checkpoint.manifest import check_same_run, fixed_settings
+from zero_tp.run.checkpoint.same_run import check_same_run, fixed_settings
 from zero_tp.run.checkpoint.save import run_saver
 from zero_tp.run.checkpoint.start_point import Resume
 from zero_tp.run.config import RunConfig

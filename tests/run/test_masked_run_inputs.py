@@ -14,7 +14,7 @@ from tests.support.settings import deepspeed_settings
 from tests.support.tiny_models import bert_fields, prepared_speeches, write_corpus
 from zero_tp.base.errors import UserError
 from zero_tp.data.masked import MaskedSamples, MaskedValidation
-from zero_tp.run.checkpoint.manifest import check_same_run, fixed_settings
+from zero_tp.run.checkpoint.same_run import check_same_run, fixed_settings
 from zero_tp.run.config import ConfigError, RunConfig
 from zero_tp.run.run_inputs import RunInputs
 

@@ -26,7 +26,7 @@ from tests.support.tiny_models import write_corpus
 from zero_tp.base.errors import UserError
 from zero_tp.data.indexed import IndexedCorpus, bin_path, content_path
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
-from zero_tp.run.checkpoint.manifest import check_same_run, fixed_settings
+from zero_tp.run.checkpoint.same_run import check_same_run, fixed_settings
 from zero_tp.run.config import RunConfig
 from zero_tp.run.process.environment import RankEnvironment
 from zero_tp.run.process.watch import Watchdog

@@ -114,7 +114,7 @@ def run_stages(
     from zero_tp.run.callback import TrainState
     from zero_tp.run.checkpoint.directory import step_directory
     from zero_tp.run.checkpoint.find import find_checkpoint
-    from zero_tp.run.checkpoint.manifest import check_same_run
+    from zero_tp.run.checkpoint.same_run import check_same_run
     from zero_tp.run.checkpoint.save import run_saver
     from zero_tp.run.checkpoint.start_point import Resume
     from zero_tp.run.config import RunConfig

@@ -24,7 +24,7 @@ from tests.tiers import THOROUGH
 from zero_tp.base.errors import UserError
 from zero_tp.run.checkpoint.directory import read_manifest, step_directory
 from zero_tp.run.checkpoint.find import RunCheckpoint, find_checkpoint
-from zero_tp.run.checkpoint.manifest import Parent, fixed_settings
+from zero_tp.run.checkpoint.manifest import Parent
 from zero_tp.run.checkpoint.parent import (
     MAX_CHANGE_LINES,
     ONLY_WEIGHTS,
@@ -34,6 +34,7 @@ from zero_tp.run.checkpoint.parent import (
     describe_parent,
     inherits_states,
 )
+from zero_tp.run.checkpoint.same_run import fixed_settings
 from zero_tp.run.checkpoint.start_point import Branch, Resume
 from zero_tp.run.config import RunConfig
 

@@ -22,7 +22,7 @@ from zero_tp.run.checkpoint.convert import to_huggingface
 from zero_tp.run.checkpoint.directory import Damaged, read_manifest
 from zero_tp.run.checkpoint.find import find_checkpoint
 from zero_tp.run.checkpoint.inspect import inspect
-from zero_tp.run.checkpoint.manifest import differences
+from zero_tp.run.checkpoint.same_run import differences
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.evaluation.model_directory import open_directory
 

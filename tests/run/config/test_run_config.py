@@ -19,7 +19,7 @@ from zero_tp.base.settings.deepspeed import ConfigFile
 from zero_tp.base.validation import ConfigErrors, nested_names, validate
 from zero_tp.commands.check import describe
 from zero_tp.parallel.devices import Device
-from zero_tp.run.checkpoint.manifest import fixed_settings
+from zero_tp.run.checkpoint.same_run import fixed_settings
 from zero_tp.run.config import ConfigError, RunConfig
 
 

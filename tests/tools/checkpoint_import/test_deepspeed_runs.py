@@ -39,8 +39,8 @@ from zero_tp.base.errors import UserError
 from zero_tp.run.checkpoint.check_imported import check_imported
 from zero_tp.run.checkpoint.directory import read_manifest, step_directory
 from zero_tp.run.checkpoint.find import find_checkpoint
-from zero_tp.run.checkpoint.manifest import check_same_run
 from zero_tp.run.checkpoint.reader import CheckpointReader
+from zero_tp.run.checkpoint.same_run import check_same_run
 from zero_tp.run.checkpoint.start_point import Resume
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.checkpoint_import.formats import open_checkpoint

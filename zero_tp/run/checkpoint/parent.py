@@ -18,10 +18,8 @@ from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.model.architectures.configs import TOKEN_IDS, fields_of
 from zero_tp.model.architectures.rotary import ROPE
 from zero_tp.run.checkpoint.find import RunCheckpoint
-from zero_tp.run.checkpoint.manifest import (
-    Manifest,
-    Parallelism,
-    Parent,
+from zero_tp.run.checkpoint.manifest import Manifest, Parallelism, Parent
+from zero_tp.run.checkpoint.same_run import (
     check_saved_by_run,
     check_states,
     differences,

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.schema import Checkpoint
+from zero_tp.base.versions import versions
 from zero_tp.base.weight_files import has_commit
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.engine.zero.states import MASTER
@@ -37,16 +38,10 @@ from zero_tp.parallel.host_copy import HostCopy
 from zero_tp.parallel.layout import stored_buffers, stored_tensors
 from zero_tp.parallel.safetensors_files import Entry, FileDigest, write_tensors
 from zero_tp.run.checkpoint import directory
-from zero_tp.run.checkpoint.manifest import (
-    Parallelism,
-    Parent,
-    fixed_settings,
-    stage_entries,
-    states_file,
-    versions,
-)
+from zero_tp.run.checkpoint.manifest import Parallelism, Parent, states_file
 from zero_tp.run.checkpoint.reader import RANDOM, STARTS, ParameterLayout, tensor_name
 from zero_tp.run.checkpoint.run_directory import OwnerChanged
+from zero_tp.run.checkpoint.same_run import fixed_settings, stage_entries
 from zero_tp.run.config import RunConfig
 
 # Between two looks for a message [seconds]: at first, and after a long wait.

@@ -39,14 +39,7 @@ from zero_tp.run.checkpoint import directory
 from zero_tp.run.checkpoint.check_imported import describe_imported
 from zero_tp.run.checkpoint.directory import Damaged
 from zero_tp.run.checkpoint.find import Check, RunCheckpoint, find_checkpoint, find_on_all_ranks
-from zero_tp.run.checkpoint.manifest import (
-    Manifest,
-    Parallelism,
-    Parent,
-    check_same_run,
-    differences,
-    states_file,
-)
+from zero_tp.run.checkpoint.manifest import Manifest, Parallelism, Parent, states_file
 from zero_tp.run.checkpoint.parent import (
     check_child,
     check_parent,
@@ -54,6 +47,7 @@ from zero_tp.run.checkpoint.parent import (
     inherits_states,
 )
 from zero_tp.run.checkpoint.reader import RANDOM, CheckpointReader, ParameterLayout, Place
+from zero_tp.run.checkpoint.same_run import check_same_run, differences
 from zero_tp.run.config import RunConfig
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 
 from zero_tp.base.errors import UserError
 from zero_tp.base.files import partial_directory, put_in_place
+from zero_tp.base.versions import versions
 from zero_tp.engine.zero.states import MASTER
 from zero_tp.model.architectures import architecture_of, weights_of
 from zero_tp.model.model_class import model_class
@@ -25,7 +26,7 @@ from zero_tp.parallel.safetensors_files import Entry, write_tensors
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint import directory
 from zero_tp.run.checkpoint.imported import Imported, ImportedGroup, ImportedOptimizer
-from zero_tp.run.checkpoint.manifest import Parallelism, states_file, versions
+from zero_tp.run.checkpoint.manifest import Parallelism, states_file
 from zero_tp.run.checkpoint.reader import STARTS, ParameterLayout, tensor_name
 from zero_tp.run.checkpoint.save import describe_tokenizer
 from zero_tp.tools.checkpoint_import.command import read_config

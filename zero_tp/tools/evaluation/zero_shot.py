@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_tp.base.errors import UserError, first_line
+from zero_tp.base.versions import versions
 from zero_tp.data.documents import check_files
 from zero_tp.parallel.topology import Topology
-from zero_tp.run.checkpoint.manifest import versions
 from zero_tp.tools.evaluation.choices import check_choice_file
 from zero_tp.tools.evaluation.lambada import LambadaTask
 from zero_tp.tools.evaluation.model_directory import open_directory
