@@ -49,8 +49,8 @@ def main() -> None:
     for step in range(options.steps):
         started = time.perf_counter()
         total = torch.zeros(())
-        for batch in samples.rank_batches(
-            step, run.global_batch, micro, run.accumulation, rank, world
+        for batch in samples.batches_from(
+            step * run.global_batch, micro, run.accumulation, rank, world
         ):
             tokens = batch.input_ids
             loss = engine(input_ids=tokens, labels=tokens).loss

@@ -179,9 +179,8 @@ def train(world: World, clocks: Clocks, prepared: RunInputs, engine: TrainingEng
     times = list[tuple[float, float]]()
 
     def step(number: int) -> None:
-        batches = prepared.samples.rank_batches(
-            number,
-            config.global_batch,
+        batches = prepared.samples.batches_from(
+            number * config.global_batch,
             config.micro_batch,
             config.accumulation,
             topology.data_rank,

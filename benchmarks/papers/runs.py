@@ -109,7 +109,7 @@ def plainly_trained(run: RunConfig, model: Path, rates: Sequence[float]) -> list
     )
     losses = []
     for step, rate in enumerate(rates):
-        (rows,) = samples.rank_batches(step, run.global_batch, run.global_batch, 1, 0, 1)
+        (rows,) = samples.batches_from(step * run.global_batch, run.global_batch, 1, 0, 1)
         loss = nn.functional.cross_entropy(
             network(rows.input_ids).logits.flatten(0, 1), rows.labels.flatten()
         )

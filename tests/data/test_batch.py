@@ -15,7 +15,8 @@ from tests.support.tiny_models import write_corpus
 from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.base.errors import UserError
 from zero_tp.data.batch import Batch, ReadAhead
-from zero_tp.data.samples import PackedSamples, ValidationSamples
+from zero_tp.data.samples import PackedSamples
+from zero_tp.data.validation_samples import ValidationSamples
 
 Piece = list[int]
 
@@ -86,7 +87,7 @@ def test_training_rows_hold_each_document_by_itself(
     size = 2 * micro
     for step in range(3):
         for rank in range(2):
-            (batch,) = samples.rank_batches(step, size, micro, 1, rank, 2)
+            (batch,) = samples.batches_from(step * size, micro, 1, rank, 2)
             for row in range(micro):
                 k = step * size + rank * micro + row
                 start = int(samples.locate(np.array([k]))[2][0]) * s

@@ -172,7 +172,7 @@ def test_a_trillion_tokens_open_at_once(tmp_path: Path, monkeypatch: pytest.Monk
         sequences - 1,
     ]
     samples = PackedSamples({str(tmp_path / "c"): 1.0}, 2048, 1, separate=True)
-    (batch,) = samples.rank_batches(10**6, 4, 4, 1, 0, 1)
+    (batch,) = samples.batches_from(4 * 10**6, 4, 1, 0, 1)
     assert batch.input_ids.shape == (4, 2048) and not batch.input_ids.any()
 
 

@@ -220,7 +220,7 @@ def test_every_factoring_of_a_batch_has_the_same_rows(
     samples = MaskedSamples(weights, builder_of(corpora["plain"]), 3)
     size = micro * accumulation * data
     ranks = [
-        samples.rank_batches(step, size, micro, accumulation, rank, data) for rank in range(data)
+        samples.batches_from(step * size, micro, accumulation, rank, data) for rank in range(data)
     ]
     # As a resumed run, or another rank, has it.
     again = MaskedSamples(weights, builder_of(corpora["plain"]), 3)
@@ -397,7 +397,7 @@ def test_validation_has_the_same_masks_on_every_split(corpora: dict[str, Path]) 
 
 def test_what_masking_knows_of_the_tokenizer_is_part_of_a_corpus(corpora: dict[str, Path]) -> None:
     samples = samples_of(corpora["plain"], 1)
-    (known,) = samples.identities().values()
+    known = samples.identity(samples.corpora[0])
     vocabulary = samples.row_builder.masking.vocabulary
     assert (
         known["vocabulary"] == vocabulary.sha256() and known["tokens"] == samples.corpora[0].tokens

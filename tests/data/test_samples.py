@@ -19,7 +19,8 @@ from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.base.errors import UserError
 from zero_tp.data import samples as samples_module
 from zero_tp.data.permutation import Permutation
-from zero_tp.data.samples import BLEND_PERIOD, PackedSamples, ValidationSamples, chain
+from zero_tp.data.samples import BLEND_PERIOD, PackedSamples, chain
+from zero_tp.data.validation_samples import ValidationSamples
 
 Corpus = Callable[..., str]
 
@@ -53,7 +54,7 @@ def test_ranks_together_hold_the_global_batch(
     assert whole.shape == (size, 5)
     assert whole.dtype == torch.int64
     ranks = [
-        samples.rank_batches(step, size, micro, accumulation, rank, data) for rank in range(data)
+        samples.batches_from(step * size, micro, accumulation, rank, data) for rank in range(data)
     ]
     assert all(
         part.shape == (micro, 4) for batches in ranks for batch in batches for part in batch[:2]

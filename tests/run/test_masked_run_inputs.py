@@ -68,7 +68,7 @@ def test_a_run_has_the_samples_that_its_file_says(tmp_path: Path, corpus: Path) 
         False,
     )
     assert masking.vocabulary.mask == 4 and len(masking.vocabulary.special) == 400
-    (batch,) = run.samples.rank_batches(0, 2, 2, 1, 0, 1)
+    (batch,) = run.samples.batches_from(0, 2, 1, 0, 1)
     assert "next_sentence_label" not in batch and batch["input_ids"].shape == (2, 32)
     defaults = run_of(tmp_path, corpus).samples
     assert isinstance(defaults, MaskedSamples) and defaults.row_builder.sentence_order

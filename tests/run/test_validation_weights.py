@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from tests.support.run_log import RunLog
 from tests.support.tiny_models import write_corpus
 from zero_tp.base.constants import IGNORE_INDEX
-from zero_tp.data.samples import ValidationSamples
+from zero_tp.data.validation_samples import ValidationSamples
 from zero_tp.run.run_callbacks import Validation
 
 S, BATCH, VOCABULARY = 8, 4, 32

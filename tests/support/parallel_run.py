@@ -104,8 +104,9 @@ def corpus_batches(config: RunConfig, topology: Any, step: int) -> list[Any]:
     from zero_tp.run.run_inputs import RunInputs
 
     run = RunInputs(config, Path("no-such-run"))
-    sizes = config.global_batch, config.micro_batch, config.accumulation
-    return run.samples.rank_batches(step, *sizes, topology.data_rank, topology.data)
+    first = step * config.global_batch
+    sizes = config.micro_batch, config.accumulation
+    return run.samples.batches_from(first, *sizes, topology.data_rank, topology.data)
 
 
 def whole_tensors(engine: Any, local: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -41,8 +41,9 @@ from zero_tp.base.errors import UserError
 from zero_tp.data.batch import MaskedBatch
 from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.permutation import uniforms
-from zero_tp.data.samples import FixedSamples, TrainingSamples
+from zero_tp.data.samples import TrainingSamples
 from zero_tp.data.tokenizer import MaskingVocabulary
+from zero_tp.data.validation_samples import FixedSamples
 
 MASKED = 0.8
 RANDOM = 0.1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zero_tp.base.errors import UserError
-from zero_tp.data.samples import FixedSamples
+from zero_tp.data.validation_samples import FixedSamples
 from zero_tp.engine.guards import check_replicas
 from zero_tp.model.moe import Router
 from zero_tp.parallel.collectives import all_reduce

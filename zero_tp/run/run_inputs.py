@@ -16,13 +16,7 @@ from zero_tp.base.weight_files import has_commit, resolve
 from zero_tp.data.batch import ReadAhead
 from zero_tp.data.documents import file_sha256
 from zero_tp.data.masked import MaskedRowBuilder, MaskedSamples, MaskedValidation, Masking
-from zero_tp.data.samples import (
-    FixedSamples,
-    PackedSamples,
-    TrainingSamples,
-    ValidationSamples,
-    chain,
-)
+from zero_tp.data.samples import PackedSamples, TrainingSamples, chain
 from zero_tp.data.tokenizer import (
     MaskingVocabulary,
     check_same_tokens,
@@ -34,6 +28,7 @@ from zero_tp.data.tokenizer import (
     vocabulary_size,
 )
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
+from zero_tp.data.validation_samples import FixedSamples, ValidationSamples
 from zero_tp.model.architectures.configs import check_unchanged, fields_of
 from zero_tp.model.weights.load import PretrainedSource
 from zero_tp.parallel.topology import Topology
