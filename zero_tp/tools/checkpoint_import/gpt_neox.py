@@ -26,15 +26,8 @@ from zero_tp.tools.checkpoint_import.layer_files import (
     read_ranks,
     rename,
 )
-from zero_tp.tools.checkpoint_import.source import (
-    OUR_LAYER,
-    SourceCheckpoint,
-    SourceWeight,
-    grouped,
-    in_order,
-    swapped,
-    within,
-)
+from zero_tp.tools.checkpoint_import.row_maps import grouped, in_order, swapped, within
+from zero_tp.tools.checkpoint_import.source import OUR_LAYER, SourceCheckpoint, SourceWeight
 from zero_tp.tools.checkpoint_import.stored_tensors import StoredTensor, join
 
 FAMILIES = ("gpt_neox", "llama")

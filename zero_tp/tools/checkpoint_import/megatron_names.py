@@ -10,12 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 
 from zero_tp.model.architectures.spec import TransformerSpec
-from zero_tp.tools.checkpoint_import.source import (
-    OUR_LAYER,
-    SourceWeight,
-    grouped,
-    in_order,
-)
+from zero_tp.tools.checkpoint_import.row_maps import grouped, in_order
+from zero_tp.tools.checkpoint_import.source import OUR_LAYER, SourceWeight
 from zero_tp.tools.checkpoint_import.stored_tensors import SelectedTensor, StoredTensor, join
 
 LAYER = "decoder.layers.{layer}."

@@ -22,16 +22,9 @@ from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.parallel.spans import Span, Spans
 from zero_tp.tools.checkpoint_import.agreement import choose_config
 from zero_tp.tools.checkpoint_import.recorded_fields import RecordedFields, derive_config
+from zero_tp.tools.checkpoint_import.row_maps import fused, in_order, paired, within
 from zero_tp.tools.checkpoint_import.safetensors_file import SafetensorsFile, open_safetensors
-from zero_tp.tools.checkpoint_import.source import (
-    OUR_LAYER,
-    SourceCheckpoint,
-    SourceWeight,
-    fused,
-    in_order,
-    paired,
-    within,
-)
+from zero_tp.tools.checkpoint_import.source import OUR_LAYER, SourceCheckpoint, SourceWeight
 from zero_tp.tools.checkpoint_import.stored_tensors import JoinedTensor, Piece, StoredTensor
 
 CONFIG_FILE = "model_config.json"

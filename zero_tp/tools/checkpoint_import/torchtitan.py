@@ -19,13 +19,11 @@ from zero_tp.tools.checkpoint_import.distributed_checkpoint import (
     is_distributed,
     open_distributed,
 )
+from zero_tp.tools.checkpoint_import.row_maps import in_order, paired, stacked
 from zero_tp.tools.checkpoint_import.source import (
     OUR_LAYER,
     SourceCheckpoint,
     SourceWeight,
-    in_order,
-    paired,
-    stacked,
     without_tied_head,
 )
 
