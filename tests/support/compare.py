@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.support.pool_rank import cached
 from zero_tp.engine.zero.expert_groups import is_divided
-from zero_tp.model.weights.export import gather_shards
+from zero_tp.model.weights.entries import gather_shards
 from zero_tp.parallel.collectives import Group
 from zero_tp.parallel.layout import Layout, layout_of
 from zero_tp.parallel.parameter import Init, ParameterMaker

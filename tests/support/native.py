@@ -17,7 +17,7 @@ from zero_tp.model import architectures as tables
 from zero_tp.model.architectures import architecture_of, file_tensors, native_class_of, weights_of
 from zero_tp.model.huggingface import ZeroTPForCausalLM, ZeroTPForPreTraining
 from zero_tp.model.parallel_model import ParallelModel
-from zero_tp.model.weights.export import live_entries
+from zero_tp.model.weights.entries import live_entries
 from zero_tp.parallel.layout import stored_buffers, stored_tensors
 from zero_tp.parallel.topology import Topology
 

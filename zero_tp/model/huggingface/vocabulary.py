@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zero_tp.base.errors import UserError, shown
 from zero_tp.model.parallel_model import ParallelModel
-from zero_tp.model.weights.export import whole_parameter
+from zero_tp.model.weights.entries import whole_parameter
 from zero_tp.parallel.layout import Layout, layout_of, stored_tensors, whole_shape
 from zero_tp.parallel.parameter import Init, SeededInit
 from zero_tp.parallel.topology import Topology

@@ -18,7 +18,8 @@ from zero_tp.base.errors import UserError
 from zero_tp.data.tokenizer_files import open_tokenizer
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.model.architectures import architecture_of, weights_of
-from zero_tp.model.weights.export import MAX_SHARD_SIZE, check_target, native_entries, write_native
+from zero_tp.model.weights.entries import native_entries
+from zero_tp.model.weights.export import MAX_SHARD_SIZE, check_target, write_native
 from zero_tp.run.checkpoint.directory import check_content, complete_steps, step_directory
 from zero_tp.run.checkpoint.find import RunCheckpoint, find_checkpoint
 from zero_tp.run.checkpoint.reader import CheckpointReader

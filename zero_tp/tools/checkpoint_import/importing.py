@@ -11,7 +11,8 @@ import torch
 
 from zero_tp.data.tokenizer_files import open_tokenizer
 from zero_tp.model.architectures import weights_of
-from zero_tp.model.weights.export import MAX_SHARD_SIZE, check_target, native_entries, write_native
+from zero_tp.model.weights.entries import native_entries
+from zero_tp.model.weights.export import MAX_SHARD_SIZE, check_target, write_native
 from zero_tp.tools.checkpoint_import.source import ParameterReader, SourceCheckpoint
 
 
