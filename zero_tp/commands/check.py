@@ -12,12 +12,12 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zero_tp.base.constants import in_gib
 from zero_tp.base.errors import BAD_INPUT, UserError, error_line, show
 from zero_tp.base.settings.optimizer import Muon
-from zero_tp.base.shipped import find_config
+from zero_tp.commands.options import FILE, add_config, add_parent, add_settings
 from zero_tp.run.config.explain import explain
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 MISSING = 1
 """The exit status if the config is valid but a file or directory that the run reads is missing."""
-
-FILE = "the run's JSON file, or the name of one that is shipped, such as quickstart"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,51 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_parent(parser)
 
 
-def add_config(parser: argparse._ActionsContainer, name: str, help_: str, **options: Any) -> None:
-    """Add an argument that names a config file."""
-    parser.add_argument(name, type=find_config, metavar="FILE", help=help_, **options)
-
-
-def add_parent(parser: argparse._ActionsContainer) -> None:
-    """Add `--from`, the run that a new run starts from."""
-    parser.add_argument(
-        "--from",
-        dest="parent",
-        type=Path,
-        metavar="RUN|CHECKPOINT",
-        help="start a new run from the weights and moments of this one, with FILE's own schedule, "
-        "batch and data",
-    )
-
-
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `check` and `pretrain` share."""
-    parser.add_argument(
-        "--output-dir",
-        type=Path,
-        metavar="RUN",
-        help="run directory (default: runs/<name of FILE>)",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a key, such as zero_tp.training.steps=100 (VALUE is JSON, else a string); "
-        "may be repeated",
-    )
-    parser.add_argument(
-        "--allow-pickle",
-        action="store_true",
-        help="let zero_tp.model.from_pretrained read pickled weights (pytorch_model.bin), if you "
-        "trust their source",
-    )
-
-
 def main(options: argparse.Namespace) -> int:
     """Return 0, 1 if only data are missing, or 2 after a line for each error."""
-    # Inside the function: `plan` and `pretrain` import this module before they have prepared the
-    # environment in which DeepSpeed looks for devices.
     from deepspeed.accelerator import get_accelerator
 
     from zero_tp.base.validation import ConfigErrors

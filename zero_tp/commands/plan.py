@@ -20,7 +20,7 @@ from zero_tp.base.errors import UserError, show
 from zero_tp.base.files import write_named
 from zero_tp.base.page import new_figure
 from zero_tp.base.settings.keys import MAX_NUMBER
-from zero_tp.commands.check import FILE, add_config
+from zero_tp.commands.options import FILE, add_config
 from zero_tp.parallel.devices import NAMES, WITHOUT_DEVICES, named_device
 
 TOP = 10

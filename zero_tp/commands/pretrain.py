@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from zero_tp.commands import check
+from zero_tp.commands.options import FILE, add_config, add_parent, add_settings
 from zero_tp.parallel.cpu.heap import keep_freed_memory
 from zero_tp.run.process.environment import RankEnvironment
 from zero_tp.run.process.lifecycle import run_rank
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    check.add_config(
-        parser, "--deepspeed_config", f"{check.FILE}; docs/config.md lists its keys", required=True
+    add_config(
+        parser, "--deepspeed_config", f"{FILE}; docs/config.md lists its keys", required=True
     )
-    check.add_settings(parser)  # --output-dir, --set, --allow-pickle
+    add_settings(parser)  # --output-dir, --set, --allow-pickle
     begin = parser.add_mutually_exclusive_group()
     begin.add_argument(
         "--resume-from",
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="resume from this checkpoint instead of the run's newest, such as "
         "RUN/checkpoints/step_00000500",
     )
-    check.add_parent(begin)  # --from
+    add_parent(begin)  # --from
     parser.add_argument(
         "--profile-steps",
         metavar="FIRST:LAST",
