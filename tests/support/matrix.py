@@ -158,7 +158,7 @@ def judged() -> tuple[tuple[Cell, ...], dict[Cell, ConfigError]]:
     with (
         tempfile.TemporaryDirectory() as folder,
         # Checking the model is most of a load's time.
-        patch("zero_tp.run.config.run_config.check_model", once_for_equals(check_model)),
+        patch("zero_tp.run.config.check_keys.check_model", once_for_equals(check_model)),
     ):
         for cell in itertools.product(*FACTORS.values()):
             try:

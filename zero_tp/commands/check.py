@@ -47,7 +47,8 @@ def main(options: argparse.Namespace) -> int:
 
     from zero_tp.base.validation import ConfigErrors
     from zero_tp.base.weight_files import find_weights, resolve
-    from zero_tp.run.config import RunConfig, check_accelerator
+    from zero_tp.run.config import RunConfig
+    from zero_tp.run.process.connect import check_accelerator
     from zero_tp.tools.monitors.trackers import check_installed
 
     try:

@@ -51,7 +51,7 @@ def loaded(config: dict[str, Any], folder: Path) -> RunConfig:
 @pytest.fixture(scope="module", autouse=True)
 def checked_once() -> Iterator[None]:
     """The model depends on no key of DeepSpeed's: it is checked once."""
-    with patch("zero_tp.run.config.run_config.check_model", once_for_equals(check_model)):
+    with patch("zero_tp.run.config.check_keys.check_model", once_for_equals(check_model)):
         yield
 
 

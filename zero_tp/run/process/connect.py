@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from zero_tp.base.errors import UserError, show
+from zero_tp.base.errors import ConfigError, UserError, show
 from zero_tp.engine.zero import ops
 from zero_tp.engine.zero.build_lock import report_build_locks
 from zero_tp.parallel.topology import Topology
@@ -124,8 +124,6 @@ def connect_deepspeed(
     """
     from deepspeed.accelerator import get_accelerator
 
-    from zero_tp.run.config import check_accelerator
-
     accelerator = get_accelerator()
     device_type = accelerator.device_name()
     if device_type == "cuda" and config.zero_tp.training.guard_gradients:
@@ -153,6 +151,23 @@ def connect_deepspeed(
         if limits.start is None
         else timedelta(minutes=limits.start) + margin,
     )
+
+
+def check_accelerator(dtype: str, accelerator: Any) -> None:
+    """Check that this machine's accelerator supports a dtype.
+
+    The accelerator is DeepSpeed's object; the dtype is "fp32", "bf16" or "fp16".
+    """
+    supported = {"fp16": accelerator.is_fp16_supported, "bf16": accelerator.is_bf16_supported}
+    if dtype != "fp32" and not supported[dtype]():
+        others = " or ".join(other for other in supported if other != dtype and supported[other]())
+        problem = (
+            f"the accelerator of this machine ({accelerator.device_name()}) does not support "
+            f"{dtype}"
+        )
+        raise ConfigError(
+            f"{dtype}.enabled", problem, f"use {others or 'fp32'}, or a machine that supports it"
+        )
 
 
 def use_deterministic_cublas() -> None:
