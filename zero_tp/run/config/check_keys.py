@@ -25,13 +25,8 @@ from zero_tp.base.weight_files import is_hub_name, pin_commit, pin_to_first_star
 from zero_tp.engine.settings.parse import parse_settings
 from zero_tp.parallel.topology import check_expert_size, data_parallel_size
 from zero_tp.run.config.model_block import FROM_PRETRAINED, check_model, model_config
-from zero_tp.run.config.stages import (
-    RunStage,
-    make_timeline,
-    name_stages,
-    resolve_stages,
-    schedule_stages,
-)
+from zero_tp.run.config.stage_lengths import make_timeline
+from zero_tp.run.config.stages import RunStage, name_stages, resolve_stages, schedule_stages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
