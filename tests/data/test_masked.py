@@ -29,7 +29,8 @@ from zero_tp.data.masked import (
     MaskedValidation,
     Masking,
 )
-from zero_tp.data.tokenizer import MaskingVocabulary, load_tokenizer
+from zero_tp.data.masking_vocabulary import MaskingVocabulary
+from zero_tp.data.tokenizer import load_tokenizer
 
 S = 64
 

@@ -15,8 +15,8 @@ from transformers import DataCollatorForLanguageModeling
 from tests.support.tokenizers import BARE, SPEECHES
 from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.data.masked import Masking, ngrams
+from zero_tp.data.masking_vocabulary import MaskingVocabulary
 from zero_tp.data.permutation import uniforms
-from zero_tp.data.tokenizer import MaskingVocabulary
 from zero_tp.tools.corpus.tokenizer_training import train_wordpiece
 
 

@@ -40,9 +40,9 @@ from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.base.errors import UserError
 from zero_tp.data.batch import MaskedBatch
 from zero_tp.data.indexed import IndexedCorpus
+from zero_tp.data.masking_vocabulary import MaskingVocabulary
 from zero_tp.data.permutation import uniforms
 from zero_tp.data.samples import TrainingSamples
-from zero_tp.data.tokenizer import MaskingVocabulary
 from zero_tp.data.validation_samples import FixedSamples
 
 MASKED = 0.8

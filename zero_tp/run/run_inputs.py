@@ -16,9 +16,9 @@ from zero_tp.base.weight_files import has_commit, resolve
 from zero_tp.data.batch import ReadAhead
 from zero_tp.data.documents import file_sha256
 from zero_tp.data.masked import MaskedRowBuilder, MaskedSamples, MaskedValidation, Masking
+from zero_tp.data.masking_vocabulary import MaskingVocabulary
 from zero_tp.data.samples import PackedSamples, TrainingSamples, chain
 from zero_tp.data.tokenizer import (
-    MaskingVocabulary,
     check_same_tokens,
     corpus_fingerprint,
     files_sha256,
