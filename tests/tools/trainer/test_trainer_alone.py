@@ -28,13 +28,13 @@ from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint.find import RunCheckpoint
 from zero_tp.tools.trainer import TensorParallel, ZeroTPTrainer, checkpoints
+from zero_tp.tools.trainer.arguments import REFUSED, check_arguments, check_batch
 from zero_tp.tools.trainer.tensor_parallel_accelerator import (
     SteppedEngine,
     TensorParallelAccelerator,
     _sharded_optimizer,
     finalized_settings,
 )
-from zero_tp.tools.trainer.trainer import REFUSED, _check_arguments, _check_batch
 
 SCRIPT = """
 import sys
@@ -96,7 +96,7 @@ def test_training_arguments_that_are_not_exact_are_refused() -> None:
     for name in REFUSED:
         assert name in TrainingArguments.__dataclass_fields__, name
         with pytest.raises(UserError, match=rf"^TrainingArguments\.{name}: .*; leave it out$"):
-            _check_arguments(cast(Any, SimpleNamespace(**{name: True})))
+            check_arguments(cast(Any, SimpleNamespace(**{name: True})))
 
 
 @pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
@@ -104,12 +104,12 @@ def test_a_schedule_that_a_checkpoint_cannot_hold_is_refused(schedule: str) -> N
     args: Any = SimpleNamespace(
         lr_scheduler_type=SchedulerType(schedule), save_strategy="no", device=0, world_size=1
     )
-    _check_arguments(args)
+    check_arguments(args)
     args.save_strategy = "steps"
     with pytest.raises(
         UserError, match=r"^TrainingArguments\.lr_scheduler_type: .*; use another, or save_strategy"
     ):
-        _check_arguments(args)
+        check_arguments(args)
 
 
 def test_a_schedule_of_torch_is_restored_and_one_of_deepspeed_refused(
@@ -157,12 +157,12 @@ def test_a_global_batch_that_counts_tensor_parallel_ranks_is_refused(
 ) -> None:
     """transformers would accept 16, and each step would train on 8 rows."""
     args: Any = SimpleNamespace(deepspeed={"train_batch_size": total})
-    _check_batch(args, Topology(1, world=4))
+    check_batch(args, Topology(1, world=4))
     refused = pytest.raises(
         UserError, match=r"^train_batch_size: 16 in DeepSpeed's config: .*; use \"auto\"$"
     )
     with refused if total == 16 else contextlib.nullcontext():
-        _check_batch(args, Topology(2, world=4))
+        check_batch(args, Topology(2, world=4))
 
 
 # One of each kind; tests/run/config/test_config_refusals.py has all refusals of a Trainer's config.

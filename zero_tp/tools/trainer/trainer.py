@@ -9,7 +9,6 @@ samples over ranks, the divisor of a step's loss, the engine, and checkpoints.
 from __future__ import annotations
 
 import math
-import os
 import random
 import warnings
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
@@ -39,6 +37,7 @@ from zero_tp.model.huggingface import parallel_model
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.process.quiet import ignore_deprecated_collectives
+from zero_tp.tools.trainer.arguments import check_arguments, check_batch, check_degrees, refuse_trl
 from zero_tp.tools.trainer.batches import (
     SampleComparison,
     count_labels,
@@ -60,20 +59,6 @@ from zero_tp.tools.trainer.tensor_parallel_accelerator import (
 # Trainer is made.
 disable_shared_memory_collectives()
 report_build_locks()
-
-REFUSED = {
-    "label_smoothing_factor": "the loss is formed without whole logits",
-    "neftune_noise_alpha": "ranks would add different noise to one embedding",
-    "use_liger_kernel": "its kernels replace layers of transformers' own models",
-    "torch_compile": "a compiled tensor-parallel model was not compared with the plain one",
-    "auto_find_batch_size": "a rank that runs out of memory leaves the others waiting",
-    "save_on_each_node": "a checkpoint is one directory that all ranks see",
-    "fsdp": "the model is split by its topology and ZeRO",
-    "parallelism_config": "accelerate would split the model again",
-    "eval_use_gather_object": "every rank of a tensor-parallel group would add the same samples",
-}
-"""Training arguments that are not exact here, and why."""
-
 
 Base: Any = (
     object  # untyped, because the mixin uses attributes of the Trainer that follows it in the MRO
@@ -126,7 +111,7 @@ class TensorParallel(Base):
             UserError: no DeepSpeed config; frozen parameters; an argument that is not exact here;
                 an architecture or sizes that TP or EP can't split; a wrong weight of a z-loss.
         """
-        _refuse_trl(type(self))
+        refuse_trl(type(self))
         if model is None or args is None or isinstance(model, str):
             raise UserError(
                 "ZeroTPTrainer: give it a model and TrainingArguments; a model_init is not built"
@@ -135,9 +120,9 @@ class TensorParallel(Base):
         if isinstance(model, nn.Module) and not getattr(model, "peft_config", None):
             check_trainable(model)
         if isinstance(model, ParallelModel):
-            _check_degrees(model.topology, tensor_parallel, expert_parallel)
+            check_degrees(model.topology, tensor_parallel, expert_parallel)
         # Reading `args.device` in it connects the ranks; the topology below needs their number.
-        _check_arguments(args, tensor_parallel)
+        check_arguments(args, tensor_parallel)
         ignore_deprecated_collectives()
         if isinstance(model, ParallelModel):
             model.check_config()
@@ -145,7 +130,7 @@ class TensorParallel(Base):
         else:
             self.topology = Topology(tensor_parallel, sequence_parallel, expert=expert_parallel)
             model = parallel_model(model, self.topology, seed=args.seed, device=args.device)
-        _check_batch(args, self.topology)
+        check_batch(args, self.topology)
         self._param_groups = parse_param_groups(param_groups)
         self._bias_update = BiasUpdate(model, self.topology, router_bias_update_rate)
         self._ema = ema
@@ -492,87 +477,3 @@ class TensorParallel(Base):
 
 class ZeroTPTrainer(TensorParallel, Trainer):  # type: ignore[misc]
     """transformers' Trainer on TP × DP ranks with SP and ZeRO 0-3; see `TensorParallel`."""
-
-
-def _check_arguments(args: TrainingArguments, tensor: int = 1) -> None:
-    """Refuse arguments that are not exact on tensor-parallel ranks.
-
-    Also connects the ranks, and checks their number.
-
-    Args:
-        tensor: TP degree.
-    """
-    for name, why in REFUSED.items():
-        if getattr(args, name, None):
-            raise UserError(f"TrainingArguments.{name}: {why}; leave it out")
-    if getattr(args, "train_sampling_strategy", "random") == "batch_rebalance":
-        raise UserError(
-            'TrainingArguments.train_sampling_strategy: "batch_rebalance" gives each rank other '
-            'samples; use "random"'
-        )
-    if (
-        getattr(args, "lr_scheduler_type", None) in ("reduce_lr_on_plateau", "greedy")
-        and args.save_strategy != "no"
-    ):
-        raise UserError(
-            "TrainingArguments.lr_scheduler_type: a checkpoint cannot hold the state of a schedule "
-            "that follows a "
-            'metric; use another, or save_strategy="no"'
-        )
-    args.device  # noqa: B018 - connects the ranks
-    world = (
-        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    )
-    if args.world_size != world:
-        raise UserError(
-            f"TrainingArguments: accelerate counts {args.world_size} of {world} ranks, and losses "
-            "would be divided "
-            "by the wrong number; on a machine without accelerators give use_cpu=True"
-        )
-    if tensor < 1 or world % tensor:
-        raise UserError(
-            f"ZeroTPTrainer: tensor_parallel is {tensor}, but the number of ranks, {world}, is no "
-            "multiple of it; "
-            "start more with deepspeed, torchrun --nproc_per_node N or accelerate launch "
-            "--multi_gpu --num_processes N"
-        )
-
-
-def _refuse_trl(trainer: type) -> None:
-    # By the classes' module, because trl may not be installed.
-    if any(base.__module__.partition(".")[0] == "trl" for base in trainer.__mro__):
-        raise UserError(
-            "trl's trainers multiply hidden states by the whole output layer, of which a rank "
-            "has a shard; give "
-            "ZeroTPTrainer rows that a chat template has made, with labels of -100 where there "
-            "is no loss"
-        )
-
-
-def _check_degrees(topology: Topology, tensor: int, expert: int) -> None:
-    """Refuse degrees other than those of a model that is split already."""
-    for name, degree, built, short in (
-        ("tensor_parallel", tensor, topology.tensor, "TP"),
-        ("expert_parallel", expert, topology.expert, "EP"),
-    ):
-        if degree not in (1, built):
-            raise UserError(
-                f"ZeroTPTrainer: {name} is {degree}, but the model has {short} {built}; leave "
-                f"{name} out"
-            )
-
-
-def _check_batch(args: TrainingArguments, topology: Topology) -> None:
-    """Refuse a global batch in DeepSpeed's config.
-
-    transformers would accept only one that counts every rank.
-    """
-    total = (
-        HfDeepSpeedConfig(args.deepspeed).get_value("train_batch_size") if args.deepspeed else None
-    )
-    if topology.tensor > 1 and total not in (None, "auto"):
-        raise UserError(
-            f"train_batch_size: {total} in DeepSpeed's config: transformers compares it with a "
-            "batch of all ranks, but "
-            'the ranks of a tensor parallel group have the same samples; use "auto"'
-        )
