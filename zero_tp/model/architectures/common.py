@@ -7,7 +7,7 @@ Face's general names (`hidden_size`), which every config class maps to its own (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
