@@ -32,9 +32,9 @@ from zero_tp.base.files import check_replaceable
 from zero_tp.base.strict_json import InvalidJson, parse_object
 from zero_tp.data.documents import HUB
 from zero_tp.data.tokenizer import DocumentEncoder
-from zero_tp.tools.corpus.corpus import TOKENIZER
 from zero_tp.tools.corpus.settings import check_validation_size, find_reusable
 from zero_tp.tools.corpus.similarity import SHINGLE
+from zero_tp.tools.corpus.stages import TOKENIZER
 
 try:
     from zero_tp.tools.corpus.datatrove import CorpusReader, TokenizedCorpus

@@ -21,10 +21,10 @@ from zero_tp.base.errors import UserError
 from zero_tp.base.files import check_replaceable, hidden_sibling, partial_directory
 from zero_tp.data import PrepareSettings, prepare
 from zero_tp.run.checkpoint.convert import check_target
-from zero_tp.tools.corpus.corpus import Preparation
 from zero_tp.tools.corpus.datatrove import CorpusReader, TokenizedCorpus
 from zero_tp.tools.corpus.parts import merge
 from zero_tp.tools.corpus.spool import COMMITTED
+from zero_tp.tools.corpus.stages import Preparation
 
 REASONS = {
     errno.EBUSY: "it is a mount point",

@@ -23,7 +23,7 @@ from zero_tp.data.indexed import IndexedCorpus
 from zero_tp.data.tokenizer import DocumentEncoder, corpus_fingerprint, vocabulary_size
 from zero_tp.data.tokenizer_files import open_tokenizer
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
-from zero_tp.tools.corpus import corpus as corpus_module
+from zero_tp.tools.corpus import stages as corpus_stages
 from zero_tp.tools.corpus.tokenizer_training import train_bpe
 
 
@@ -106,7 +106,7 @@ def test_a_tokenizer_that_cannot_be_saved_is_refused_before_any_document_is_read
 ) -> None:
     directory = run(tmp_path, "first").output / "tokenizer"
     monkeypatch.setattr(tokenizer_module, "match_tokenizer", lambda *arguments: "its model differ")
-    monkeypatch.setattr(corpus_module, "read_blocks", None)
+    monkeypatch.setattr(corpus_stages, "read_blocks", None)
     with pytest.raises(UserError, match="a saved copy of it with other ids: its model differ"):
         run(tmp_path, "out", tokenizer=str(directory))
     assert not (tmp_path / "out").exists()

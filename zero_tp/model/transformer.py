@@ -315,7 +315,7 @@ class Transformer(nn.Module):
         """
         past = inputs.past
         cache = inputs.cache
-        positions = inputs.positions
+        positions = _positions(inputs, length, like.device)
         build_mask = CORES[self.spec.attention].build_mask
         masks: dict[int | None, Mask] = {}
         for number in self.spec.mixed_by("attention"):
@@ -333,8 +333,6 @@ class Transformer(nn.Module):
         # Layers may rotate differently, or not at all.
         rotaries = {rotary: None for rotary in self.spec.rotaries if rotary is not None}
         total_length = past + length
-        if positions is None:
-            positions = torch.arange(past, total_length, device=like.device)[None]
         if any(rotary.by_length for rotary in rotaries):
             if inputs.positions is not None:
                 # Frequencies follow the positions that are used, not the number of tokens in this
@@ -383,9 +381,7 @@ class Transformer(nn.Module):
             sequence: run on sequence shards (SP).
         """
         length = len(tokens)
-        positions = inputs.positions
-        if positions is None:
-            positions = torch.arange(inputs.past, inputs.past + length, device=tokens.device)[None]
+        positions = _positions(inputs, length, tokens.device)
         stream = self.embedding(tokens, positions.t(), types, sequence=sequence)
         context = self.context(length, stream, inputs, sequence=sequence)
         for layer in self.layers:
@@ -393,3 +389,10 @@ class Transformer(nn.Module):
             # differentiate.
             stream = layer(stream, context=context)
         return self.final_norm(stream)
+
+
+def _positions(inputs: ForwardInputs, length: int, device: torch.device) -> Tensor:
+    """Return the given positions, or those after the cached tokens, [b or 1, length]."""
+    if inputs.positions is not None:
+        return inputs.positions
+    return torch.arange(inputs.past, inputs.past + length, device=device)[None]

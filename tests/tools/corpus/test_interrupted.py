@@ -22,8 +22,8 @@ from zero_tp.base.errors import UserError
 from zero_tp.base.files import hidden_sibling, partial_directory
 from zero_tp.data import PrepareSettings, documents, prepare
 from zero_tp.tools.corpus import spool
-from zero_tp.tools.corpus.corpus import Preparation
 from zero_tp.tools.corpus.spool import ProcessedBlock, Spool
+from zero_tp.tools.corpus.stages import Preparation
 
 
 @pytest.fixture

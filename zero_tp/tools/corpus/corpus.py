@@ -1,4 +1,4 @@
-"""`prepare` makes a corpus from documents. Its stages, in the order of this module:
+"""`prepare` makes a corpus from documents. Its stages (stages.py):
 
 1. `Stages.read` reads the inputs once, block by block, in several processes. Each checks,
    repairs and hashes documents, and tokenizes them if the tokenizer exists. Results go to a
@@ -21,16 +21,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from zero_tp.base.errors import UserError
 from zero_tp.base.files import (
@@ -39,13 +35,9 @@ from zero_tp.base.files import (
     partial_directory,
     put_in_place,
     remove,
-    sync,
 )
-from zero_tp.data.documents import find_sources, read_blocks
-from zero_tp.data.records import RecordBlock, RecordCounts, Source
-from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer
-from zero_tp.tools.corpus.blocks import BlockProcessor, encode_stored, map_in_order
-from zero_tp.tools.corpus.output import DocumentTable, write_output
+from zero_tp.data.documents import find_sources
+from zero_tp.data.records import Source
 from zero_tp.tools.corpus.settings import (
     Prepared,
     PrepareSettings,
@@ -55,15 +47,11 @@ from zero_tp.tools.corpus.settings import (
     output_identity,
     spool_identity,
 )
-from zero_tp.tools.corpus.similarity import EvaluationSets
-from zero_tp.tools.corpus.spool import COMMITTED, ProcessedBlock, Spool, StoredBlock
-from zero_tp.tools.corpus.stages import Stages
+from zero_tp.tools.corpus.spool import COMMITTED, Spool
+from zero_tp.tools.corpus.stages import REMOVED, TOKENIZER, Preparation, Stages
 from zero_tp.tools.corpus.tokenizer_training import TokenizerSpec
 from zero_tp.tools.corpus.tokens.formats import find_token_files
 from zero_tp.tools.corpus.tokens.importing import TokenPreparation
-
-TOKENIZER = "tokenizer"
-REMOVED = "removed.jsonl"
 
 
 def prepare(
@@ -218,104 +206,3 @@ def _clear_finished(directory: Path, identity: dict[str, Any], output: Path) -> 
             committed = Spool(directory).identity
             if committed is None or not differing_settings(committed, identity):
                 shutil.rmtree(directory, ignore_errors=True)
-
-
-class Preparation(Stages):
-    """The stages of texts."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        settings = self.settings
-        encoder = (
-            None if self.tokenizer is None else DocumentEncoder(self.tokenizer, settings.sentences)
-        )
-        sets = EvaluationSets.read(settings.decontaminate) if settings.decontaminate else None
-        self.processor: BlockProcessor = BlockProcessor(settings, encoder, sets)
-
-    def _missing_blocks(self, bar: tqdm) -> Iterator[tuple[int, RecordBlock, str | None]]:
-        bytes_before = 0
-        for number, source in enumerate(self.sources):
-            if number not in self.spool.sha256:
-                # A source that is half in the spool is read from its start, because a compressed
-                # file has no other; its known blocks are only not processed again.
-                last = self.spool.last_blocks.get(number, -1)
-                for block in read_blocks(source):
-                    bar.update(bytes_before + source.position - bar.n)
-                    if block.number > last:
-                        yield number, block, None
-                # The hash of a file is known once it was read to its end.
-                yield number, RecordBlock(source.name, 0, None, []), source.sha256
-            bytes_before += source.size_and_time[0]
-
-    def write(
-        self, staging: Path, compute_identity: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any]:
-        documents = self.select(staging)
-        encoder, encoded_blocks = self.encode(documents, staging / TOKENIZER)
-        return write_output(
-            staging, documents, encoded_blocks, encoder, compute_identity(), self.seconds
-        )
-
-    def select(self, staging: Path) -> DocumentTable:
-        """Return the documents of the output, and write `removed.jsonl` if a step can remove
-        some.
-        """
-        documents = DocumentTable(
-            self.spool.blocks, [source.name for source in self.sources], self.spool.counts
-        )
-        if self.settings.deduplicate or self.settings.decontaminate:
-            with open(staging / REMOVED, "w", encoding="utf-8") as file:
-                for document in documents.remove(self.settings.deduplicate):
-                    file.write(json.dumps(document, ensure_ascii=False) + "\n")
-        documents.select_validation(self.settings.validation)
-        return documents
-
-    def encode(
-        self, documents: DocumentTable, destination: Path
-    ) -> tuple[DocumentEncoder, Sequence[StoredBlock]]:
-        """Return the encoder, and the blocks with the documents' tokens.
-
-        A tokenizer that has to be trained is trained first, and saved in `destination`.
-        """
-        started = time.perf_counter()
-        if self.processor.encoder is not None:
-            return self.processor.encoder, self.spool.blocks
-        directory = self._train(documents)
-        shutil.copytree(directory, destination)
-        encoder = DocumentEncoder(load_tokenizer(directory), self.settings.sentences)
-        self.seconds["tokenizer"] = time.perf_counter() - started
-        # Its identity is empty: the directory around it has one, and another tokenizer would be
-        # another directory.
-        with contextlib.closing(Spool(self.spool.directory / "encoded").open({})) as encoded:
-            # Block k of tokens belongs to block k of documents, so the number of blocks says where
-            # to resume.
-            numbers = range(len(encoded.blocks), len(documents.blocks))
-            items = map(documents.block_to_encode, self.bar(numbers, "encoding", unit=" blocks"))
-            results = map_in_order(partial(encode_stored, encoder), items, self.processes)
-            for number, columns in zip(numbers, results, strict=True):
-                encoded.append(ProcessedBlock(0, number, None, columns, RecordCounts()))
-            encoded.flush()
-        self.seconds["encoding"] = time.perf_counter() - started - self.seconds["tokenizer"]
-        return encoder, encoded.blocks
-
-    def _train(self, documents: DocumentTable) -> Path:
-        """Train the tokenizer on the training documents and return its directory.
-
-        If the spool's directory has it from an earlier start, it is not trained again.
-        """
-        # A kill during the training must not lose documents that were read.
-        self.spool.commit()
-        trained = self.spool.directory / TOKENIZER
-        unfinished = self.spool.directory / "tokenizer.new"
-        if not trained.exists():
-            remove(unfinished)
-            sample = documents.tokenizer_sample(self.settings.tokenizer_documents)
-            bar = partial(
-                self.bar, desc="training the tokenizer", total=int(sample.sum()), unit=" documents"
-            )
-            tokenizer = self.spec.train(lambda: iter(bar(documents.texts(sample))))
-            tokenizer.save_pretrained(str(unfinished))
-            sync(unfinished)
-            # A rename, after all files are on disk: a directory of this name is always complete.
-            os.replace(unfinished, trained)
-        return trained

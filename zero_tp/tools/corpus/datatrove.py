@@ -24,7 +24,6 @@ from zero_tp.data.formats import import_optional
 from zero_tp.data.records import Problem, Record, RecordBlock, RecordCounts, location
 from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer, save_tokenizer
 from zero_tp.tools.corpus.blocks import BlockProcessor
-from zero_tp.tools.corpus.corpus import TOKENIZER
 from zero_tp.tools.corpus.parts import MANIFEST
 from zero_tp.tools.corpus.settings import (
     PrepareSettings,
@@ -33,6 +32,7 @@ from zero_tp.tools.corpus.settings import (
     library_versions,
 )
 from zero_tp.tools.corpus.spool import Spool
+from zero_tp.tools.corpus.stages import TOKENIZER
 from zero_tp.tools.corpus.tokenizer_training import TokenizerSpec
 
 # Before the imports below, so that a missing package is named with the extra that installs it.

@@ -26,7 +26,7 @@ from zero_tp.base.validation import ConfigModel, Count, Positive, validate
 from zero_tp.data.records import RecordCounts
 from zero_tp.data.tokenizer import DocumentEncoder, load_tokenizer
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
-from zero_tp.tools.corpus.corpus import TOKENIZER, name_output_in_errors
+from zero_tp.tools.corpus.corpus import name_output_in_errors
 from zero_tp.tools.corpus.output import DocumentTable, write_output
 from zero_tp.tools.corpus.settings import (
     FORMAT,
@@ -39,6 +39,7 @@ from zero_tp.tools.corpus.settings import (
     find_reusable,
 )
 from zero_tp.tools.corpus.spool import Spool
+from zero_tp.tools.corpus.stages import TOKENIZER
 
 MANIFEST = "part.json"
 _REMEDY = "remove this part and run its task again"
