@@ -23,6 +23,7 @@ READERS = {
     "zero_tp.recompute": "zero_tp.model.recompute",
     "zero_tp.objective": "zero_tp.data.masked",
     "zero_tp.data": "zero_tp.data.samples",
+    "zero_tp.data.validation": "zero_tp.data.validation_samples",
     "zero_tp.tokenizer": "zero_tp.run.checkpoint",
     "zero_tp.training": "zero_tp.run.loop",
     "zero_tp.training.guard_interval": "zero_tp.engine.guards",
