@@ -81,7 +81,7 @@ def in_turns(contenders: Contenders, rounds: int) -> dict[str, dict[str, Any]]:
 def eval_models(directory: Path, batch_size: int, positions: int) -> dict[str, EvalModel]:
     """Return the two scoring functions for one process."""
     native = open_directory(directory).load(
-        "float32", "cpu", batch_size=batch_size, sequence_length=positions
+        "float32", "cpu", batch_size=batch_size, window=positions
     )
     own = ZeroTPForCausalLM.from_pretrained(directory).eval()
     return {

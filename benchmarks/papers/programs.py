@@ -45,8 +45,8 @@ class Megatron2019Synchronous(Megatron):
         e = self.workload.itemsize
         forward, backward = passes["attention_core"]
         passes["attention_core"] = (
-            forward + 4 * e * self.layer.scores,
-            backward + 4 * e * self.layer.scores,
+            forward + 4 * e * self.sizes.scores,
+            backward + 4 * e * self.sizes.scores,
         )
         passes["column biases"] = 2 * passes["column biases"][1], passes["column biases"][1]
         return passes
@@ -71,7 +71,7 @@ class Megatron2022(Megatron):
         passes = super().memory_traffic()
         forward, backward = passes["attention_core"]
         passes["attention_core"] = (
-            forward - 2 * self.workload.itemsize * self.layer.scores,
+            forward - 2 * self.workload.itemsize * self.sizes.scores,
             backward,
         )
         return passes

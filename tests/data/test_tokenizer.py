@@ -24,6 +24,7 @@ from zero_tp.data.tokenizer import DocumentEncoder, corpus_fingerprint, vocabula
 from zero_tp.data.tokenizer_files import open_tokenizer
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
 from zero_tp.tools.corpus import stages as corpus_stages
+from zero_tp.tools.corpus.blocks import token_columns
 from zero_tp.tools.corpus.tokenizer_training import train_bpe
 
 
@@ -199,6 +200,6 @@ def test_ids_with_gaps_are_kept() -> None:
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     encoder = DocumentEncoder(tokenizer)
-    columns = encoder.columns(encoder.encode(["a b"]))
+    columns = token_columns(encoder, encoder.encode(["a b"]))
     assert encoder.vocabulary_size == vocabulary_size(tokenizer) == 70_001
     assert np.frombuffer(columns["tokens"], np.int32).tolist() == [0, 70_000]

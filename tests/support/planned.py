@@ -104,7 +104,7 @@ def bind_alone(optimizer: MatrixOptimizer, model: ParallelModel, zero: ZeroEngin
 
 
 def initialize_alone(engine: Any, settings: Any, param_groups: Any) -> None:
-    """`TrainingEngine._initialize_optimizer` in such a world."""
+    """`TrainingEngine._initialize_deepspeed` in such a world."""
     trainable = trainable_of(engine.model, param_groups, settings.optimizer, engine.dtype)
     engine.zero.initialize(engine.model, trainable)
     if isinstance(trainable, MatrixOptimizer):
@@ -229,7 +229,7 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     disable_shared_memory_collectives()
     deepspeed.init_distributed("fake", verbose=False)
-    TrainingEngine._initialize_optimizer = initialize_alone  # type: ignore[method-assign,assignment]
+    TrainingEngine._initialize_deepspeed = initialize_alone  # type: ignore[method-assign,assignment]
     for overrides in json.load(sys.stdin):
         has_experts = RunConfig.load(FILE, BASE + overrides, world).zero_tp.parallel.expert > 1
         answering = patch.object(dist, "all_to_all_single", echo) if has_experts else nullcontext()

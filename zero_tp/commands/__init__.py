@@ -78,7 +78,6 @@ def start(
         module.add_arguments(parser)
         return parser.parse_args(arguments)
 
-    # Each of the two ends the process.
     if command.ranks:
-        module.start(parse, verbose, **options)
+        module.start(parse, verbose, **options)  # ends the process
     cli.run(lambda: module.main(parse()))

@@ -90,7 +90,7 @@ def run(options: argparse.Namespace, environment: RankEnvironment) -> None:
 
 def start(parse: Callable[[], argparse.Namespace], verbose: bool) -> NoReturn:
     environment = RankEnvironment.of_this_process()
-    # Each of the two ends the process. One rank alone has no other to tell of an error.
-    if environment.world == 1:
+    if environment.world == 1:  # it has no other rank to tell of an error
         cli.run(lambda: run(parse(), environment))
-    run_rank(lambda: run(parse(), environment), verbose, environment)
+    else:
+        run_rank(lambda: run(parse(), environment), verbose, environment)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 from array import array
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -17,7 +16,7 @@ from zero_tp.base.files import read_regular
 from zero_tp.base.strict_json import InvalidJson, read_object
 from zero_tp.base.validation import validate
 from zero_tp.base.weight_files import TOKENIZER_FILES, has_tokenizer, is_regular, resolve
-from zero_tp.data.indexed import REPORT, bin_path, token_dtype
+from zero_tp.data.indexed import REPORT, bin_path
 from zero_tp.data.masking_vocabulary import missing_for_masking
 from zero_tp.data.tokenizer_files import match_tokenizer, open_tokenizer
 from zero_tp.data.tokenizer_fingerprint import TokenizerFingerprint
@@ -182,17 +181,6 @@ class DocumentEncoder:
         starts = np.zeros(len(ends) + self.eos_count, np.bool_)
         starts[first_tokens[first_tokens < len(ends)]] = True
         return starts
-
-    def columns(self, encodings: Sequence[EncodedDocument]) -> dict[str, bytes]:
-        """Return a block's token columns, see `spool.COLUMNS`."""
-        tokens = np.concatenate([np.zeros(0, np.int64), *(ids for ids, _ in encodings)])
-        starts = np.concatenate([np.zeros(0, np.bool_), *(starts for _, starts in encodings)])
-        return {
-            "sizes": np.array([len(ids) for ids, _ in encodings], np.int64).tobytes(),
-            # The type of the corpus, so that blocks are copied into it unchanged.
-            "tokens": tokens.astype(token_dtype(self.vocabulary_size)).tobytes(),
-            "sentences": starts.tobytes(),
-        }
 
 
 def find_tokenizer(name: str | None, prefix: str) -> Path | None:

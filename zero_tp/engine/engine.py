@@ -1,8 +1,8 @@
 """Build a model in DeepSpeed's engine, in the one order that works, and run its steps and
 evaluations.
 
-`zero.backward` and `zero.step` are those of engine/zero/zero_engine.py; engine/zero/stages.py has
-what the ZeRO stages replace of them.
+`zero.backward` and `zero.step` are those of engine/zero/zero_engine.py; zero_stages.py beside it
+has what the ZeRO stages replace of them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from zero_tp.engine.settings.rules import check_average, refuse_experts
 from zero_tp.engine.zero.build_lock import report_build_locks
 from zero_tp.engine.zero.matrix_optimizer import MatrixOptimizer
 from zero_tp.engine.zero.ops import check_nvme, disable_shared_memory_collectives
-from zero_tp.engine.zero.stages import engine_of_stage
 from zero_tp.engine.zero.states import local_shape
+from zero_tp.engine.zero.zero_stages import engine_of_stage
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.model_class import model_class as default_model_class
 from zero_tp.model.parallel_model import ParallelModel
@@ -130,7 +130,7 @@ class TrainingEngine:
         self.zero.compiled = self.compiled
         # After everything that changes modules or hooks: DeepSpeed's optimizers copy the weights
         # into masters, and ZeRO-2 and -3 hook each parameter here.
-        self._initialize_optimizer(param_groups)
+        self._initialize_deepspeed(param_groups)
         if ema is not None:
             self.zero.start_average(ema)
         # DeepSpeed broadcasts weights over DP only: that TP ranks begin with the same replicas
@@ -171,7 +171,7 @@ class TrainingEngine:
         checkpointing = self.zero.settings.activation_checkpointing
         return ActivationMemory(self.model, policy, checkpointing, self.device)
 
-    def _initialize_optimizer(self, param_groups: Sequence[ParamGroup]) -> None:
+    def _initialize_deepspeed(self, param_groups: Sequence[ParamGroup]) -> None:
         optimizer = self.zero.settings.optimizer
         assert optimizer is not None, "only a Trainer's settings have none"
         # AdamW's groups have no learning rate: DeepSpeed's dict has it (`deepspeed_dict`).
@@ -250,7 +250,7 @@ class TrainingEngine:
     def loss(self) -> float:
         """Return the loss of the last step, without z-losses, equal on all ranks.
 
-        The host waits for the device, unless the step has read it with the norm (`FusedUpdate`).
+        The host waits for the device, unless the step has read it with the norm (`AdamWUpdate`).
         """
         return float(self._figures[0])
 

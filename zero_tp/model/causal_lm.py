@@ -207,8 +207,14 @@ class CausalLM(ParallelModel):
                 fields["loss"] = scores.nll.transpose(0, 1)
                 fields["greedy"] = scores.greedy.transpose(0, 1)
             else:
-                losses = fields.get("aux_loss"), fields.get("router_z_loss")
-                fields |= self._losses(hidden, labels, *losses, sequence, num_items_in_batch)
+                fields |= self._losses(
+                    hidden,
+                    labels,
+                    aux_loss=fields.get("aux_loss"),
+                    router_z_loss=fields.get("router_z_loss"),
+                    sequence=sequence,
+                    divisor=num_items_in_batch,
+                )
         if return_logits or targets is None:
             logits = self.head(hidden, None, sequence=sequence, keep=logits_to_keep)
             fields["logits"] = logits.transpose(0, 1)

@@ -111,7 +111,8 @@ class TransformerLayer(nn.Module):
             reads its output.
         ends_with_norm: the layer's output is normed, so that the model needs no final norm.
         splits_residual: norms of the residual stream return it, too (`residual_and_norm`).
-        adds_in_norm: the attention's branch is added by the MLP's norm.
+        adds_in_norm: the attention's branch is added by the MLP's norm. Only the planner reads
+            these two.
     """
 
     attention_norm: nn.Module

@@ -9,10 +9,12 @@ Communication of one layer, forward and backward, over the TP group:
 
 | layer | SP | forward | backward |
 | --- | --- | --- | --- |
-| column | off | – (f) | all-reduce of the input gradient ¹ |
-| column | on | all-gather of the input (g) ³ | all-gather of it ², reduce-scatter of its grad ¹ |
+| column | off | – (f) | all-reduce of the input gradient, during dW |
+| column | on | all-gather of the input (g), during own rows | both collectives below |
 | row | off | all-reduce of the output (f̄) | – |
-| row | on | reduce-scatter of the output (ḡ) | all-gather of the output gradient ³ |
+| row | on | reduce-scatter of the output (ḡ) | all-gather of its gradient, during own rows |
+
+"During own rows" means during the GEMM of the rank's own rows, dW that of the weight's gradient.
 
 The bias of a row layer is added once, after the reduction. Under SP its gradient is summed from the
 gathered output gradient, so every rank has the whole of it without more communication.
@@ -20,12 +22,9 @@ gathered output gradient, so every rank has the whole of it without more communi
 Backward of a column layer under SP, X = g(shard), Y = X Wᵀ, in the order of time:
 
     GEMM           dX = dY W                         dW = dYᵀ X
-    collective     all-gather of the shard, X ²      reduce-scatter of dX ¹
+    collective     all-gather of the shard, X        reduce-scatter of dX
 
-Without SP the input X was saved whole, and the all-reduce of dX runs during dW's GEMM.
-
-¹ during the weight-gradient GEMM. ² during the input-gradient GEMM. ³ during the GEMM of the rank's
-own rows.
+Without SP the input X was saved whole.
 """
 
 from __future__ import annotations

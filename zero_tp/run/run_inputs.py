@@ -336,8 +336,8 @@ class RunInputs:
                 else None
             )
             return [
-                PackedSamples(weights, length, seed, separate=separate)
-                for weights, length in self._sources()
+                PackedSamples(weights, tokens, seed, separate=separate)
+                for weights, tokens in self._sources()
             ], validation
         if self.tokenizer is None or self._tokenizer is None:
             raise UserError(

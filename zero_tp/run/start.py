@@ -82,7 +82,7 @@ def start_training(
             {f"the ranks do not read the same {name}": value for name, value in fingerprints}
         )
         check_owner = owner.check if owner is not None else lambda: None
-        start = find_start(
+        start_point = find_start(
             inputs,
             init_from=init_from,
             resume_from=resume_from,
@@ -90,21 +90,21 @@ def start_training(
             check_owner=check_owner,
         )
         # A run that resumes draws no weights: they would be overwritten (`Zeros`).
-        source = start.weights(inputs)
+        source = start_point.weights(inputs)
         # `deepspeed.initialize` prints instead of logging.
         with suppress_output(verbose):
             engine = _build_engine(inputs, topology, device, source, model)
-            start.restore(engine.zero, block.training.seed)
+            start_point.restore(engine.zero, block.training.seed)
         if is_rank_zero:
-            show(*_describe_run(inputs, engine, start, source))
-            if start.step < block.training.steps:
+            show(*_describe_run(inputs, engine, start_point, source))
+            if start_point.step < block.training.steps:
                 check_owner()  # reading a checkpoint may have taken minutes
                 write_config(inputs.directory, config.resolved())
                 # Before logs are cut at that step.
-                for line in set_aside_newer(inputs.directory, start.step):
+                for line in set_aside_newer(inputs.directory, start_point.step):
                     show(line)
         # Inside the directory's block: the lock and `rank0.pid` last as long as training.
-        yield TrainState(inputs, engine, start.step, start.parent, check_owner)
+        yield TrainState(inputs, engine, start_point.step, start_point.parent, check_owner)
         watch.leave()
 
 

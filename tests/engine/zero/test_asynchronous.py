@@ -66,7 +66,7 @@ READS = {
         "complete_grad_norm_calculation_for_cpu_offload",
     ),
     ZERO_3: ("complete_grad_norm_calculation_for_cpu_offload",),
-    "zero_tp/engine/zero/stages.py:": ("_clip",),  # without ZeRO, norm and clipping are ours
+    "zero_tp/engine/zero/zero_stages.py:": ("_clip",),  # without ZeRO, norm and clipping are ours
 }
 """Where the host reads a value during a step: norms, and whether the gradients are finite,
 before the update.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings, Zero
-from zero_tp.engine.zero.stages import STAGES, engine_of_stage
+from zero_tp.engine.zero.zero_stages import STAGES, engine_of_stage
 from zero_tp.parallel.topology import Topology
 
 FLAGS = tuple(f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16"))

@@ -373,7 +373,7 @@ def test_a_model_whose_tokens_see_the_next_is_refused(model: Path) -> None:
             UserError, match=r"a token of this XLMWithLMHeadModel sees those after it; give a model"
         )
         with contextlib.nullcontext() if causal else refused:
-            open_directory(model).load("float32", "cpu", sequence_length=8)
+            open_directory(model).load("float32", "cpu", window=8)
 
 
 IMPOSSIBLE: dict[str, tuple[Any, ...]] = {

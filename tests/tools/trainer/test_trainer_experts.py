@@ -108,7 +108,7 @@ SGD: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.1}
 def test_sgd_clips_by_the_norm_of_all_experts(
     ranks: Pools, tmp_path: Path, tensor: int, stage: int
 ) -> None:
-    """DeepSpeed's own step, and not `FusedUpdate`, adds up its norm."""
+    """DeepSpeed's own step, and not `AdamWUpdate`, adds up its norm."""
     reference = plain_run(tmp_path / "plain", **SGD)
     arguments = (reference[0], str(tmp_path), tensor, 2, stage)
     for history in ranks(4).run(train, *arguments, timeout=LIMIT, **SGD):

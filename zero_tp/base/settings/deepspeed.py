@@ -202,7 +202,7 @@ class Zero(ConfigModel):
     offload_optimizer: OffloadOptimizer | None = None
     sub_group_size: Count = 1_000_000_000
     stage3_prefetch_bucket_size: Count = 50_000_000
-    # Parameters below it stay gathered after their first use (`PartitionedParameters`).
+    # Parameters below it stay gathered after their first use (`ZeroStage3`).
     stage3_param_persistence_threshold: Count = 100_000
     stage3_model_persistence_threshold: Count = sys.maxsize
     stage3_max_live_parameters: Count = 1_000_000_000

@@ -21,7 +21,8 @@ class RecomputePolicy(ConfigModel):
         min_length=1,
         description="With `selective`: which parts of a layer. `attention_core`: scores, softmax, "
         "its dropout, "
-        "attention over V. `mlp_activation`: the MLP's elementwise function. `norm`: the norms "
+        "attention over V; of linear attention the delta rule. "
+        "`mlp_activation`: the MLP's elementwise function. `norm`: the norms "
         "before attention and "
         "MLP.",
         json_schema_extra={"default": '`["attention_core"]`'},

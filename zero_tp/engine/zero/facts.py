@@ -8,7 +8,7 @@ The class that takes the step:
     stage 1     DeepSpeedZeroOptimizer; BF16_Optimizer in bf16 with fp32 accumulation and without
                 offloading.
     stage 2     DeepSpeedZeroOptimizer
-                With torch's fused AdamW on the device, `FusedUpdate` is the step of this class.
+                With torch's fused AdamW on the device, `AdamWUpdate` is the step of this class.
     stage 3     DeepSpeedZeroOptimizer_Stage3
 """
 
@@ -58,10 +58,10 @@ def is_fused_adamw(optimizer: Optimizer | None) -> bool:
     return bool(params.fused) and decays_weights and not (params.amsgrad or params.maximize)
 
 
-def runs_fused_update(
+def runs_adamw_update(
     stage: int, *, fused_adamw: bool, bf16_optimizer: bool, offloaded: bool
 ) -> bool:
-    """Return whether `FusedUpdate` replaces DeepSpeed's step (`FusedUpdate.is_supported`)."""
+    """Return whether `AdamWUpdate` replaces DeepSpeed's step (`AdamWUpdate.is_supported`)."""
     return stage in (1, 2) and fused_adamw and not bf16_optimizer and not offloaded
 
 

@@ -1,4 +1,4 @@
-"""The base of the ZeRO stages: DeepSpeed's engine around a model. stages.py has the stages."""
+"""The base of the ZeRO stages: DeepSpeed's engine around a model. zero_stages.py has the stages."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def deepspeed_dict(settings: DeepSpeedSettings, data: int) -> dict[str, Any]:
     values["timers"] = settings.timers.model_dump()
     if not deepspeed_clips(settings.zero_optimization.stage):
         # As a number, because without the key DeepSpeed clips at 1.0. Stage 0 clips before
-        # DeepSpeed's step (`UnpartitionedStates`).
+        # DeepSpeed's step (`ZeroStage0`).
         values["gradient_clipping"] = 0.0
     if keeps_gradients_in_place(settings, data):
         # DeepSpeed would copy each gradient five times for a mean over one rank.
@@ -236,9 +236,9 @@ class ZeroEngine(ABC):
     def step(self, figures: Tensor | None = None) -> None:
         """End a micro-batch's backward; after the last of a step: norm, veto, clip and update.
 
-        `FusedUpdate` (fused_update.py) does them for torch's AdamW at stages 1 and 2, without
+        `AdamWUpdate` (adamw_update.py) does them for torch's AdamW at stages 1 and 2, without
         offload. Elsewhere DeepSpeed's step does them, and asks the veto for spikes in what the
-        stage's `initialize` (stages.py) wraps. At stage 0 `UnpartitionedStates` computes the norm,
+        stage's `initialize` (zero_stages.py) wraps. At stage 0 `ZeroStage0` computes the norm,
         vetoes and clips before DeepSpeed updates. A spike skips the update, as DeepSpeed
         skips one with gradients that are not finite, but keeps fp16's loss scale.
 
@@ -258,7 +258,8 @@ class ZeroEngine(ABC):
             self.average.update()
 
     def _step(self) -> None:
-        # It calls `optimizer.step`; for torch's AdamW at stages 1 and 2 that is `FusedUpdate.step`.
+        # It calls `optimizer.step`: for torch's AdamW at stages 1 and 2 `AdamWUpdate.step`, which
+        # `ZeroStage1And2.initialize` has put there.
         self.deepspeed_engine.step()
 
     def norm_and_skipped(self) -> tuple[Tensor | float, bool]:

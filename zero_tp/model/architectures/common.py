@@ -17,8 +17,8 @@ from transformers import PretrainedConfig
 
 from zero_tp.base.constants import MODEL_KEY
 from zero_tp.base.errors import ConfigError, shown
+from zero_tp.model.architectures import llama_names
 from zero_tp.model.architectures.fields import FIXED_IN_DECODERS, IRRELEVANT_IN_DECODERS, Fields
-from zero_tp.model.architectures.llama_names import weights
 from zero_tp.model.architectures.rotary import ROPE, ROPE_UNDECLARED, rotaries
 from zero_tp.model.architectures.spec import Dropouts, ExpertsSpec, TransformerSpec
 from zero_tp.model.architectures.table import Architecture, Weight
@@ -131,7 +131,9 @@ def spec(
     # Made only where it is used: a config with learned positions has no rotary fields.
     if overrides.get("position") == "learned":
         overrides["rotaries"] = (None,) * layers
-    elif "rotaries" not in overrides:
+    elif "rotaries" in overrides:
+        assert rotates is None and not partial_rotary, "`rotaries` says it for each layer"
+    else:
         alike = rotaries(config, head_size, partial_rotary=partial_rotary)
         pairs = zip(alike, rotates or (True,) * layers, strict=True)
         overrides["rotaries"] = tuple(rotary if is_used else None for rotary, is_used in pairs)
@@ -283,7 +285,7 @@ def architecture(
     fields: Fields,
     spec: Callable[[PretrainedConfig], TransformerSpec],
     native_class: str,
-    weights: Callable[[TransformerSpec], tuple[Weight, ...]] = weights,
+    weights: Callable[[TransformerSpec], tuple[Weight, ...]] = llama_names.weights,
     obsolete_tensors: tuple[str, ...] = (),
     **attributes: Any,
 ) -> Architecture:

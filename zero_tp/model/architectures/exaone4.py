@@ -1,5 +1,5 @@
 """exaone4 is Hugging Face's Exaone4ForCausalLM: norms after the branches and of each head of Q and
-K; beside layers with a window those without do not rotate.
+K; in a model with windows, layers without one do not rotate.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zero_tp.model.architectures.spec import TransformerSpec
 FIELDS = common.fields(
     sizes=("num_key_value_heads", "head_dim", "sliding_window"),
     choices={"layer_types": (common.FULL, common.SLIDING)},
-    irrelevant={"sliding_window_pattern": "layer_types decides"},
+    irrelevant={"sliding_window_pattern": "the config class has made layer_types of it"},
     undeclared={"head_dim": int},
 )
 

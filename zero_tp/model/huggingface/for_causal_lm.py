@@ -39,7 +39,7 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
             kwargs: transformers' arguments that `CausalLM.forward` lacks may be None or False.
         """
         options = forward_options(self, CausalLM.forward, kwargs)
-        if self._is_evaluation(options):
+        if self._wants_logits(options):
             # Trainer computes its metrics from them.
             options["return_logits"] = True
         options |= self._undefined_means(options)

@@ -43,7 +43,7 @@ class ZeroTPForPreTraining(MaskedLM, HuggingFaceModel):
         ):
             options |= dict.fromkeys(labels)
         options |= self._undefined_means(options)
-        if not self._is_evaluation(options):
+        if not self._wants_logits(options):
             return super().forward(**options)
         output = super().forward(**options | {"return_logits": True})
         return type(output)(

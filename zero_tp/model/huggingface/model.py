@@ -71,10 +71,9 @@ class HuggingFaceModel(PretrainedWeights):
         """
         return not self.spec.sentence_head
 
-    def _is_evaluation(self, options: Mapping[str, Any]) -> bool:
-        """Return whether a forward with these options is an evaluation.
-
-        transformers' models return logits in one.
+    def _wants_logits(self, options: Mapping[str, Any]) -> bool:
+        """Return whether a forward with these options returns logits: in an evaluation, as
+        transformers' models do, unless it asks for losses alone (`reduction="none"`).
         """
         asks_for_losses = (
             options.get("return_logits") is not None or options.get("reduction", "mean") != "mean"

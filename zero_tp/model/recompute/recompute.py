@@ -142,9 +142,13 @@ class RecomputedOutput:
 
         A norm may return both: the sum that it has normed, and the norm.
         """
-        output = self._produce(source, **options)
+        output: Any = self._produce(source, **options)
         if torch.is_grad_enabled():
-            self._last = (source, output) if isinstance(output, Tensor) else output
+            if isinstance(output, Tensor):
+                self._last = (source, output)
+            else:
+                normed_sum, norm = output
+                self._last = (normed_sum, norm)  # the sum is the norm's input
         return output
 
     def consume(self, *inputs: Any, **options: Any) -> Tensor:

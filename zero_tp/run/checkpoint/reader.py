@@ -245,7 +245,8 @@ class CheckpointReader:
             wanted shard    q0 q1 q2 q3 k0 k1 v0 v1
             block              q1 q2 q3 k0 k1
 
-        Only these rows are read, from the files that have them.
+        Only these rows are read, from the files that have them. Files hold fragments with the place
+        of their first element, so it does not matter at which ZeRO stage they were saved.
 
         Args:
             wanted: the parameter's layout there, with the same whole shape.
@@ -254,18 +255,25 @@ class CheckpointReader:
         wanted_spans = wanted.spans(place)
         shape = [along.local_length for along in wanted_spans]
         start, stop, _ = (elements or slice(None)).indices(math.prod(shape))
+        equal = self._equal_shard(name, wanted, place)
+        if equal is not None:
+            return self._elements(name, kind, equal, start, stop)
+        return self._reshaped(name, kind, wanted_spans, start, stop)
+
+    def _equal_shard(self, name: str, wanted: ParameterLayout, place: Place) -> SavedShard | None:
+        """Return a saved shard with the elements of a wanted one in their order, which needs no
+        reshaping; None: there is none.
+
+        There is one at the same sizes, and for a replicated parameter at any.
+        """
         saved = self.parameters[name]
         # At the same sizes the rank's own file; else rank 0's, which is enough for a replica.
         rank = place.tensor_rank if place.tensor == self.tensor else 0
         same_experts = saved.layout.experts == wanted.layout.experts
         expert_rank = place.expert_rank if same_experts else 0
-        # Equal maps need no reshaping: the wanted elements are consecutive in one saved shard. So
-        # it is at the same sizes, and for a replicated parameter at any.
-        if saved.spans(Place(rank, self.tensor, expert_rank)) == wanted_spans:
-            return self._elements(
-                name, kind, self._saved_shard(name, rank, expert_rank), start, stop
-            )
-        return self._reshaped(name, kind, wanted_spans, start, stop)
+        if saved.spans(Place(rank, self.tensor, expert_rank)) != wanted.spans(place):
+            return None
+        return self._saved_shard(name, rank, expert_rank)
 
     def _reshaped(
         self, name: str, kind: str, wanted: tuple[Spans, ...], start: int, stop: int

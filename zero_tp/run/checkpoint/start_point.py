@@ -148,7 +148,7 @@ class Resume:
             seed: the run's, for new random streams on another topology.
         """
         manifest = self.checkpoint.manifest
-        _restore_states(zero, self.checkpoint, self.checkpoint.manifest.kinds)
+        _restore_states(zero, self.checkpoint, manifest.kinds)
         zero.restore_progress(manifest.progress.model_dump())
         if manifest.generation is not None:
             zero.model.generation_config = GenerationConfig(**manifest.generation)
@@ -336,8 +336,8 @@ def _read_states(
 ) -> None:
     """Read this rank's masters and states; on the grid that saved them, its own file has all.
 
-    The fragments are those of engine/zero/stages.py. `states.get` is a view of the optimizer's own
-    tensor (engine/zero/states.py), so a copy into it restores it. States on NVMe were refused.
+    The fragments are those of engine/zero/zero_stages.py. `states.get` is a view of the optimizer's
+    own tensor (engine/zero/states.py), so a copy into it restores it. States on NVMe were refused.
     """
     states = zero.states()
     topology = zero.topology

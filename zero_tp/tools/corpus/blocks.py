@@ -21,8 +21,9 @@ import zstandard
 
 from zero_tp.base.errors import UserError
 from zero_tp.data.formats import import_optional
+from zero_tp.data.indexed import token_dtype
 from zero_tp.data.records import Document, Problem, RecordBlock, RecordCounts, location
-from zero_tp.data.tokenizer import DocumentEncoder
+from zero_tp.data.tokenizer import DocumentEncoder, EncodedDocument
 from zero_tp.tools.corpus.settings import PrepareSettings
 from zero_tp.tools.corpus.similarity import EvaluationSets, sketches
 from zero_tp.tools.corpus.spool import DOCUMENT_FACTS, Mask, ProcessedBlock, StoredBlock
@@ -74,7 +75,7 @@ class BlockProcessor:
                 counts.dropped["short"] += short
             documents = list(compress(documents, is_long))
             places = list(compress(places, is_long))
-            columns = self.encoder.columns(list(compress(encodings, is_long)))
+            columns = token_columns(self.encoder, list(compress(encodings, is_long)))
         texts = [document.text.encode("utf-8") for document in documents]
         facts = np.zeros(len(documents), DOCUMENT_FACTS)
         # The seed is the key of the hash that decides the split: another seed gives another split
@@ -112,7 +113,7 @@ def encode_stored(
 
     Documents that are not selected have no tokens; `lengths` are the bytes of each text.
     """
-    columns = encoder.columns(encoder.encode(block.texts(lengths, selected)))
+    columns = token_columns(encoder, encoder.encode(block.texts(lengths, selected)))
     sizes = np.zeros(len(selected), np.int64)
     # Every document has a size, so that the k-th size stays that of the k-th document.
     sizes[selected] = np.frombuffer(columns["sizes"], np.int64)
@@ -188,3 +189,17 @@ def _exit_with_parent() -> None:
 
 def _call_worker_function(*item: Any) -> Any:
     return _worker_function(*item)
+
+
+def token_columns(
+    encoder: DocumentEncoder, encodings: Sequence[EncodedDocument]
+) -> dict[str, bytes]:
+    """Return a block's token columns, see `spool.COLUMNS`."""
+    tokens = np.concatenate([np.zeros(0, np.int64), *(ids for ids, _ in encodings)])
+    starts = np.concatenate([np.zeros(0, np.bool_), *(starts for _, starts in encodings)])
+    return {
+        "sizes": np.array([len(ids) for ids, _ in encodings], np.int64).tobytes(),
+        # The type of the corpus, so that blocks are copied into it unchanged.
+        "tokens": tokens.astype(token_dtype(encoder.vocabulary_size)).tobytes(),
+        "sentences": starts.tobytes(),
+    }

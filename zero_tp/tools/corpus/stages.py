@@ -66,7 +66,7 @@ class Stages(ABC):
         self.bar: Callable[..., tqdm] = partial(
             tqdm, leave=False, disable=None if progress else True
         )
-        self._processes = processes
+        self.requested_processes = processes
         self.total_bytes = sum(source.size_and_time[0] for source in sources)
         small = all(source.path is not None for source in sources) and self.total_bytes < _SMALL
         self.processes = processes or (1 if small else len(os.sched_getaffinity(0)))

@@ -47,7 +47,7 @@ class LambadaTask(Task):
         """Compute the metrics; `truncated` counts passages longer than the model's positions."""
         encoded = (encode_pair(model.tokenizer, *passage) for passage in self.passages)
         rows, truncated = continuation_rows(encoded, model.window)
-        scores = [scores[0] for scores in model.score(rows, self.name)]
+        scores = [of_row[0] for of_row in model.score(rows, self.name)]
         count = len(scores)
         nll = math.fsum(score.nll for score in scores)
         accuracy = sum(score.greedy for score in scores) / count

@@ -173,9 +173,9 @@ class ModelDirectory:
         topology: Topology | None = None,
         *,
         batch_size: int = 8,
-        sequence_length: int | None = None,
+        window: int | None = None,
     ) -> EvalModel:
-        """Load the model.
+        """Load the model, to score windows of `window` tokens (by default all positions).
 
         With TP and from checkpoints it is zero_tp's class, else transformers' own.
         """
@@ -191,7 +191,7 @@ class ModelDirectory:
 
         topology = topology or Topology()
         tokenizer = self.tokenizer
-        window = self.sequence_length(sequence_length)
+        window = self.sequence_length(window)
         model = self.load_module(getattr(torch, dtype), device, topology).eval()
         scorer: Scorer
         if isinstance(model, ZeroTPForCausalLM):
@@ -263,7 +263,7 @@ class ModelDirectory:
             ) from error
         return model
 
-    def _check_causal(self, model: Any, positions: int) -> None:
+    def _check_causal(self, model: Any, window: int) -> None:
         """Check that a token does not change the logits before it.
 
         It does in an XLM whose config lacks `causal`.
@@ -279,7 +279,7 @@ class ModelDirectory:
         rows = torch.full((2, 2), vocabulary - 1, device=model.device)
         rows[1, 1] = max(vocabulary - 2, 0)
         with torch.no_grad():
-            first, second = model(rows[:, :positions], use_cache=False).logits[:, 0].float()
+            first, second = model(rows[:, :window], use_cache=False).logits[:, 0].float()
         # Rounding may differ between the rows of a batch.
         if (first - second).abs().max() > math.sqrt(
             torch.finfo(model.dtype).eps

@@ -102,7 +102,7 @@ def perplexity(
     if not rows:
         raise UserError(f"{title}: the text has no token; give another text or tokenizer")
     # fsum rounds once, so the order does not matter.
-    nll = math.fsum(scores[0].nll for scores in model.score(rows, title))
+    nll = math.fsum(of_row[0].nll for of_row in model.score(rows, title))
     return {
         "nll": nll,
         **counts,

@@ -177,22 +177,22 @@ def evaluate(
         model, allow_pickle=settings.allow_pickle, tokenizer=settings.tokenizer
     )
     tasks = make_tasks(names, data, settings)
-    length = directory.sequence_length(settings.sequence_length)
+    window = directory.sequence_length(settings.sequence_length)
     for task in tasks:
-        task.check(length, directory.tokenizer)
+        task.check(window, directory.tokenizer)
     topology = Topology()
     device = _choose_device(settings.device, world)
     if environment is not None and world > 1:
         from zero_tp.run.process.connect import connect
 
-        # No sequence parallelism: without gradients it saves little memory. `connect` joins the
-        # store, where every rank says that it is ready or why it is not.
         environment.export()
+        # It joins the store, where every rank says that it is ready or why it is not. No sequence
+        # parallelism: without gradients it saves little memory.
         topology, own_device = connect(environment, device, settings.tensor_parallel)
         device = str(own_device)
     # Weights are read last, after everything that can be refused without them.
     loaded = directory.load(
-        settings.dtype, device, topology, batch_size=settings.batch_size, sequence_length=length
+        settings.dtype, device, topology, batch_size=settings.batch_size, window=window
     )
     if world > 1:
         check_same_weights(loaded.module, topology, directory.path)
@@ -208,7 +208,7 @@ def evaluate(
         },
         "settings": as_json(
             asdict(settings)
-            | {"sequence_length": length, "device": device, "data_parallel": topology.data}
+            | {"sequence_length": window, "device": device, "data_parallel": topology.data}
         ),
         "versions": versions(PACKAGES),
         "tasks": {task.name: _timed(task, loaded) for task in tasks},

@@ -440,9 +440,9 @@ class ZeroSettings:
         )
 
     @property
-    def runs_fused_update(self) -> bool:
+    def runs_adamw_update(self) -> bool:
         """Return whether one pass over each gradient updates masters, moments and weights."""
-        return facts.runs_fused_update(
+        return facts.runs_adamw_update(
             self.stage,
             fused_adamw=self.fused_adamw,
             bf16_optimizer=self.runs_bf16_optimizer,

@@ -174,7 +174,7 @@ class StepTimeEstimator:
         )
 
     @cached_property
-    def layer(self) -> Layer:
+    def sizes(self) -> Layer:
         """Return the sizes of one rank's part of a layer."""
         return Layer.of(self.spec, self.workload)
 
@@ -334,7 +334,7 @@ class StepTimeEstimator:
         if self.workload.stores_scores(spec):
             # QKᵀ reads Q and K and writes the scores; the second product reads scores and V, and
             # writes an output as large as Q. Together twice the scores, Q and K.
-            traffic = 2 * rates.itemsize * (self.layer.scores + self.layer.queries + self._keys)
+            traffic = 2 * rates.itemsize * (self.sizes.scores + self.sizes.queries + self._keys)
             forward = max(flops / rates.matrix, traffic / rates.memory)
             # Each of the two products has two in backward, one for each operand.
             return forward, 2 * forward
@@ -355,7 +355,7 @@ class StepTimeEstimator:
 
     def _sums(self) -> tuple[float, float]:
         """Return the bytes that the two residual sums of a layer move, forward and backward."""
-        tensor = self.workload.itemsize * self.layer.residual
+        tensor = self.workload.itemsize * self.sizes.residual
         passes = NORMS[self.spec.norm].passes_residual
         # Each reads two tensors and writes one. The MLP's norm may make the attention's sum, which
         # it need not read again. In backward each such norm reads the residual's gradient.
@@ -379,7 +379,7 @@ class StepTimeEstimator:
         """Return the bytes that rotations and transposes of heads move, forward or backward."""
         spec = self.spec
         e = self.workload.itemsize
-        queries, keys = 2 * e * self.layer.queries, 2 * e * self._keys  # read and written
+        queries, keys = 2 * e * self.sizes.queries, 2 * e * self._keys  # read and written
         attention = spec.mixed_by("attention")
         rotating = sum(spec.rotaries[number] is not None for number in attention) / len(spec.mixers)
         rotated = 2 * (queries + keys) * rotating
@@ -394,8 +394,8 @@ class StepTimeEstimator:
         """
         spec = self.spec
         e = self.workload.itemsize
-        layer = self.layer
-        stream = self.layer.residual
+        sizes = self.sizes
+        stream = sizes.residual
         row_biases = spec.output_bias + spec.mlp_bias
         # Two residual dropouts; each reads and writes the tensor and has a mask of one byte an
         # element. Backward reads the mask.
@@ -406,7 +406,7 @@ class StepTimeEstimator:
         heads = self._heads()
         # Forward has softmax, dropout, and `baddbmm`, which copies the mask into its result and
         # adds the product to it.
-        scores = self.attention_share * layer.scores if eager else 0.0
+        scores = self.attention_share * sizes.scores if eager else 0.0
         sorted_copies = 0.0  # of tokens before the experts, and of their outputs
         arrived = 0.0  # rows of other ranks' tokens, which are sorted by expert
         if spec.experts is not None:
@@ -435,8 +435,8 @@ class StepTimeEstimator:
             # Plain: 2 in forward, input and output; 3 in backward, with the gradient. Gated: gate,
             # up and output; then gate, up, the gradient and two results.
             "mlp_activation": (
-                e * layer.mlp * spec.mlp_matrices,
-                e * layer.mlp * (2 * spec.mlp_matrices - 1),
+                e * sizes.mlp * spec.mlp_matrices,
+                e * sizes.mlp * (2 * spec.mlp_matrices - 1),
             ),
             "heads": (heads, heads),
             # Forward sorts arrived rows and outputs, backward both again and gradients.
@@ -658,7 +658,7 @@ class StepTimeEstimator:
         # Reads and writes masters and moments, and writes the rounded weights.
         # An element that Muon updates has other traffic.
         states = 2 * (4 + settings.moments) + e
-        if settings.runs_fused_update:
+        if settings.runs_adamw_update:
             return part * (g + g + states)
         clipped = 8 if settings.clips_gradients else 0
         if settings.offload_optimizer:
@@ -687,7 +687,7 @@ class StepTimeEstimator:
         # A rank of stages 1 and 2 updates the parameters of its partition; stage 3 cuts each one.
         tensors = self.tensors / (settings.data if settings.stage in (1, 2) else 1)
         passes += self.matrix_time.launches()
-        if settings.runs_fused_update:
+        if settings.runs_adamw_update:
             return passes + tensors * (1 if self.workload.compiled else 4)
         chunks = 3 * self.partition / CHUNK_ELEMENTS
         return passes + tensors * UPDATE_LAUNCHES + chunks

@@ -553,7 +553,7 @@ class ZeroMemory:
         if zero.runs_bf16_optimizer:
             # BF16_Optimizer converts nothing: its fp32 sums are permanent, in `states.buffers`.
             return states._replace(gradients=e * self.parameters.total)
-        if zero.runs_fused_update:
+        if zero.runs_adamw_update:
             # The update converts each gradient by itself.
             return states._replace(gradients=self._reduced_gradients)
         if zero.stage == 3:
@@ -605,7 +605,7 @@ class ZeroMemory:
         states = self._in_grad_conversion(updated)
         if zero.stage == 0:
             return states._replace(buffers=temporaries)
-        if zero.runs_fused_update:
+        if zero.runs_adamw_update:
             # An fp32 copy of one gradient; compiled kernels have none.
             copied = 4 if zero.grad_accum_itemsize < 4 else 0
             largest = min(self.parameters.largest, max(self.partition_sizes))

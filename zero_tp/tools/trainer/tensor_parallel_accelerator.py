@@ -35,8 +35,8 @@ from zero_tp.engine.settings.parse import check_settings
 from zero_tp.engine.settings.rule import EntryPoint
 from zero_tp.engine.settings.rules import check_average, notes
 from zero_tp.engine.zero.ops import check_nvme
-from zero_tp.engine.zero.stages import engine_of_stage
 from zero_tp.engine.zero.zero_engine import ZeroEngine
+from zero_tp.engine.zero.zero_stages import engine_of_stage
 from zero_tp.model.architectures import ARCHITECTURES, weights_of
 from zero_tp.parallel.layout import audit
 from zero_tp.parallel.topology import Topology

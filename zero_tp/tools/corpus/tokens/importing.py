@@ -63,7 +63,7 @@ class TokenPreparation(Stages):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        if self._processes is None:
+        if self.requested_processes is None:
             # Threads hash and write beside this one, and NumPy does the rest: that keeps two cores
             # busy, and other processes take longer to start than they save.
             self.processes = 1

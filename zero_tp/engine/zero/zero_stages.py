@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.base.settings.schema import Spike
+from zero_tp.engine.zero.adamw_update import AdamWUpdate
 from zero_tp.engine.zero.expert_groups import Trainable
 from zero_tp.engine.zero.facts import keeps_gradients_in_place, uses_bf16_optimizer
 from zero_tp.engine.zero.fragments import Fragment
-from zero_tp.engine.zero.fused_update import FusedUpdate
 from zero_tp.engine.zero.states import MASTER, OptimizerStates, StatesOnNVMe, partition_of
 from zero_tp.engine.zero.veto import StepVeto
 from zero_tp.engine.zero.zero_engine import ZeroEngine
@@ -75,7 +75,7 @@ def compute_norms_in_chunks(optimizer: Any, topology: Topology) -> None:
     optimizer.get_grad_norm_direct = chunked_norm
 
 
-class UnpartitionedStates(ZeroEngine):
+class ZeroStage0(ZeroEngine):
     """ZeRO-0: every DP rank holds all masters and states. `_clip` computes the gradient norm and
     clips, in fp64.
 
@@ -207,7 +207,7 @@ class UnpartitionedStates(ZeroEngine):
             self.model.get_parameter(fragment.name).view(-1).copy_(fragment.master)
 
 
-class PartitionedStates(ZeroEngine):
+class ZeroStage1And2(ZeroEngine):
     """ZeRO-1 and ZeRO-2: masters and states are partitioned over DP, in flat groups of parameters.
 
     A group is one flat tensor, cut into as many equal pieces as there are replicas. Of a parameter
@@ -220,7 +220,7 @@ class PartitionedStates(ZeroEngine):
     With one replica gradients stay in place (`keeps_gradients_in_place`).
     """
 
-    _update: FusedUpdate | None = None
+    _update: AdamWUpdate | None = None
 
     def initialize(self, model: ParallelModel, trainable: Trainable) -> None:
         super().initialize(model, trainable)
@@ -232,9 +232,9 @@ class PartitionedStates(ZeroEngine):
         if uses_bf16_optimizer(self.settings):
             self._wrap_bf16_step(self.optimizer)
             return
-        if FusedUpdate.is_supported(self.optimizer):
+        if AdamWUpdate.is_supported(self.optimizer):
             elementwise = COMPILED if self.compiled else None
-            self._update = FusedUpdate(self.optimizer, self.topology, self.veto, elementwise)
+            self._update = AdamWUpdate(self.optimizer, self.topology, self.veto, elementwise)
             self.optimizer.step = self._update.step
             return
         compute_norms_in_chunks(self.optimizer, self.topology)
@@ -297,7 +297,7 @@ class PartitionedStates(ZeroEngine):
         self.optimizer.update_lp_params()
 
 
-class PartitionedParameters(ZeroEngine):
+class ZeroStage3(ZeroEngine):
     """ZeRO-3: parameters, too, are partitioned over DP, each by itself, and gathered while they
     are needed.
 
@@ -393,10 +393,10 @@ class PartitionedParameters(ZeroEngine):
 
 
 STAGES: dict[int, type[ZeroEngine]] = {
-    0: UnpartitionedStates,
-    1: PartitionedStates,
-    2: PartitionedStates,
-    3: PartitionedParameters,
+    0: ZeroStage0,
+    1: ZeroStage1And2,
+    2: ZeroStage1And2,
+    3: ZeroStage3,
 }
 
 

@@ -104,7 +104,7 @@ class GroupPlan(NamedTuple):
     weights: Tensor
 
 
-class FusedUpdate:
+class AdamWUpdate:
     """Replaces the step of DeepSpeed's optimizer of ZeRO-1 and 2, where `is_supported`.
 
     No second copy of all gradients exists; with one replica each is freed after its update. The

@@ -16,9 +16,9 @@ from tests.support.pools import Pools
 from tests.support.settings import fp16_supported
 from tests.support.small_engine import ACCUMULATION, DECAY, build, tokens_of_step
 from tests.tiers import in_tiers
-from zero_tp.engine.zero import fused_update
+from zero_tp.engine.zero import adamw_update
 from zero_tp.engine.zero.adamw import adamw_scalars, update_adamw_compiled
-from zero_tp.engine.zero.fused_update import FusedUpdate, UpdateBlock, update_blocks
+from zero_tp.engine.zero.adamw_update import AdamWUpdate, UpdateBlock, update_blocks
 from zero_tp.model.causal_lm import next_tokens
 from zero_tp.parallel.elementwise import COMPILED
 
@@ -55,7 +55,7 @@ def steps_of(
     supports = (
         contextlib.nullcontext()
         if is_fused
-        else mock.patch.object(FusedUpdate, "is_supported", lambda _: False)
+        else mock.patch.object(AdamWUpdate, "is_supported", lambda _: False)
     )
     supported = fp16_supported() if dtype == "fp16" else contextlib.nullcontext()
     with supports, supported:
@@ -66,7 +66,7 @@ def steps_of(
             gradient_clipping=0.5,
             **precisions[dtype],
         )
-        assert (engine.zero.optimizer.step.__func__ is FusedUpdate.step) == is_fused
+        assert (engine.zero.optimizer.step.__func__ is AdamWUpdate.step) == is_fused
         number = 0
 
         def damage(gradient: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _step(engine: Any, number: int) -> Step:
 def both(
     tensor: int, stage: int, dtype: str, fault: tuple[str, int, str]
 ) -> tuple[list[Step], list[Step]]:
-    with mock.patch.object(fused_update, "SMALL", 100):  # the model's matrices are large then
+    with mock.patch.object(adamw_update, "SMALL", 100):  # the model's matrices are large then
         ours = steps_of(tensor, stage, dtype, fault, True)
     return ours, steps_of(tensor, stage, dtype, fault, False)
 
@@ -242,7 +242,7 @@ def test_small_neighbours_share_a_call() -> None:
 
 
 def test_shared_blocks_end_at_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_update, "SHARED", 30)
+    monkeypatch.setattr(adamw_update, "SHARED", 30)
     blocks = update_blocks([10] * 7, [True] * 7)
     assert blocks == [
         UpdateBlock(slice(0, 3), slice(0, 30), True, True),
