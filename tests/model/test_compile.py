@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig
 
+from tests.support.compare import leaf
 from tests.support.pools import Pools
 from tests.support.tiny_configs import general_fields
 from tests.tiers import in_tiers
+from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.base.errors import UserError
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.model.mlp import _clamped, _clamped_gradient, _gated, _gated_gradient
@@ -31,7 +33,7 @@ from zero_tp.model.rms_norm import (
     _sum_and_norm,
     _weight_gradient,
 )
-from zero_tp.parallel import elementwise
+from zero_tp.parallel import elementwise, loss
 from zero_tp.parallel.logits import LogitMap
 from zero_tp.parallel.loss import _max_and_sum_exp, _to_probabilities_
 from zero_tp.parallel.topology import Topology
@@ -271,6 +273,39 @@ def test_numbers_of_rows_share_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             strict=True,
         ):
             torch.testing.assert_close(found, expected)
+    elementwise._compiled.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("z_loss", in_tiers([0.0, 0.1], [0.1]))
+def test_a_compiled_loss_is_the_one_as_written(
+    seed: int, monkeypatch: pytest.MonkeyPatch, z_loss: float
+) -> None:
+    """In blocks of 7, 7, 7 and 4 rows; all of them add to the same sums."""
+    elementwise._compiled.cache_clear()
+    torch._dynamo.reset()
+    monkeypatch.setattr(elementwise, "compile_graph", run_graph)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(loss, "BLOCK_ELEMENTS", 1)
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(16, (25, 1), generator=generator)
+    labels[::3] = IGNORE_INDEX
+    tensors = [torch.randn(*shape, generator=generator) for shape in ((25, 1, 8), (17, 8))]
+    results = []
+    for ops in (elementwise.CHUNKED, elementwise.COMPILED):
+        hidden, weight = (leaf(tensor) for tensor in tensors)
+        found = loss.vocab_parallel_cross_entropy(
+            *(hidden, weight, labels),
+            vocabulary=16,
+            group=None,
+            accuracy=True,
+            z_loss_weight=z_loss,
+            ops=ops,
+        )
+        found.loss.backward()
+        results.append([found.loss, found.correct, found.cross_entropy, hidden.grad, weight.grad])
+    for written, compiled in zip(*results, strict=True):
+        assert written is not None and torch.equal(written, compiled)
     elementwise._compiled.cache_clear()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -13,12 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.step_launches import OperationCounter
 from tests.support.compare import check_close, grid, leaf, piece_of
 from tests.support.pools import Pools
 from tests.tiers import examples, in_tiers
 from zero_tp.parallel import elementwise
 from zero_tp.parallel import loss as module
 from zero_tp.parallel.collectives import all_gather
+from zero_tp.parallel.elementwise import CHUNKED, COMPILED, ElementwiseOps
 from zero_tp.parallel.layout import Sharded, vocab_shard_range
 from zero_tp.parallel.logits import LogitMap, vocab_parallel_logits
 from zero_tp.parallel.loss import vocab_parallel_cross_entropy
@@ -374,3 +377,29 @@ def test_the_full_logits_never_exist(ranks: Pools, sequence: bool) -> None:
             max(chunk, hidden_states)
         }
     assert set(ranks(2).run(largest_tensor, 2, sequence, 2**23)) == {whole_logits}
+
+
+def launches(ops: ElementwiseOps, blocks: int) -> Counter[str]:
+    """Return the operations of a loss of some blocks of 8 tokens, and its compiled calls."""
+    counter = OperationCounter()
+    hidden, weight = leaf(torch.randn(8 * blocks, 1, 8)), leaf(torch.randn(16, 8))
+    labels = torch.randint(16, (8 * blocks, 1))
+    with (
+        patch.object(elementwise, "_compiled", counter.compile),
+        patch.object(module, "BLOCK_ELEMENTS", 1),  # a block has as many tokens as columns
+        counter,
+    ):
+        vocab_parallel_cross_entropy(hidden, weight, labels, vocabulary=16, group=None, ops=ops)
+    calls = Counter(call.function.__name__ for call in counter.compiled_calls["start"].elements())
+    return counter.operations["start"] + calls
+
+
+def test_launches_of_a_block() -> None:
+    """Beside the GEMMs and what is compiled, a block sends numbers and writes targets' columns."""
+    compiled = launches(COMPILED, 3) - launches(COMPILED, 2)
+    assert compiled == {
+        **{"mm": 2, "addmm_": 1, "stack": 1, "arange": 1, "index_put_": 1},
+        **{"_block": 1, "_max_and_sum_exp": 1, "_target_logits": 1},
+        **{"_add_rows_": 1, "_to_probabilities_": 1},
+    }
+    assert (launches(CHUNKED, 3) - launches(CHUNKED, 2)).total() <= 50

@@ -226,8 +226,9 @@ class CompiledFunction:
             options = self._options or None
             self._dynamic = torch.compile(self._function, fullgraph=True, options=options)
         detached = [_detached(value) for value in arguments]
+        rows = arguments[0].shape[:1]
         for value in detached:
-            if isinstance(value, Tensor) and len(value) == len(arguments[0]) > 1:
+            if isinstance(value, Tensor) and value.shape[:1] == rows > (1,):
                 # Else its first call compiles this number of rows, and its second any number.
                 torch._dynamo.maybe_mark_dynamic(value, 0)
         return self._dynamic(*detached)

@@ -5,6 +5,7 @@ n rows, v vocabulary, t TP size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -108,27 +109,33 @@ class Softmax(NamedTuple):
         )
 
 
-def all_gather_softmax(maximum: Tensor, total: Tensor, extra: Tensor, group: Group) -> Softmax:
-    """Exchange maxima and sums over TP for the softmax of the whole vocabulary. One all-gather of
-    [2 + m, n].
+def all_gather_statistics(
+    maximum: Tensor, total: Tensor, extra: Sequence[Tensor], group: Group
+) -> Tensor:
+    """Exchange maxima and sums over TP for `softmax_of`, [t, 2 + m, n]. One all-gather.
+
+    Args:
+        maximum: of each row of this rank's logits, [n].
+        total: sum of exp(logit - maximum) over this rank's logits, [n].
+        extra: m more numbers of each row, m times [n].
+    """
+    return all_gather(torch.stack((maximum, total, *extra)).unsqueeze(0), group)
+
+
+def softmax_of(statistics: Tensor) -> Softmax:
+    """Return the softmax of the whole vocabulary from all ranks' statistics, [t, 2 + m, n].
 
     A rank's sum is relative to its own maximum, and moves to the greatest of all:
 
         logits     1, 3 on rank 0          2, 0 on rank 1
         sent       3, exp(-2) + 1          2, 1 + exp(-2)
         total      (exp(-2) + 1) exp(3 - 3) + (1 + exp(-2)) exp(2 - 3)
-
-    Args:
-        maximum: of each row of this rank's logits, [n].
-        total: sum of exp(logit - maximum) over this rank's logits, [n].
-        extra: m more numbers of each row, [m, n].
     """
-    # [t, 2 + m, n].
-    parts = all_gather(torch.cat((torch.stack((maximum, total)), extra)).unsqueeze(0), group)
-    maxima = parts[:, 0]
-    totals = parts[:, 1]
+    maxima = statistics[:, 0]
+    totals = statistics[:, 1]
     greatest = maxima.amax(0)
-    return Softmax(maxima, greatest, (totals * (maxima - greatest).exp()).sum(0), parts[:, 2:])
+    total = (totals * (maxima - greatest).exp()).sum(0)
+    return Softmax(maxima, greatest, total, statistics[:, 2:])
 
 
 def vocab_parallel_logits(

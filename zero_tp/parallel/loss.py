@@ -43,9 +43,10 @@ from zero_tp.parallel.layout import vocab_shard_range
 from zero_tp.parallel.logits import (
     SLICE_ELEMENTS,
     LogitMap,
-    all_gather_softmax,
+    all_gather_statistics,
     map_logits_,
     mask_padding_,
+    softmax_of,
 )
 
 BLOCK_ELEMENTS = 2**23
@@ -106,53 +107,23 @@ class TokenLoss(NamedTuple):
     z_loss: Tensor | None
 
 
-class _RowScores(NamedTuple):
-    """What a block's softmax gives each row, [n].
+class _Sums:
+    """Sums over the counted labels of all blocks, fp32 scalars that each block adds to.
 
     Attributes:
-        log_probability: of the target.
-        maximum: this rank's greatest logit. factor: probability = exp(logit - maximum) · factor.
-        greatest: the greatest logit of all ranks. log_total: log Σ exp(logit - greatest).
-        is_argmax: whether the target is the argmax; None if it was not asked.
-    """
-
-    log_probability: Tensor
-    maximum: Tensor
-    factor: Tensor
-    greatest: Tensor
-    log_total: Tensor
-    is_argmax: Tensor | None
-
-    def log_sum_exp(self, is_counted: Tensor) -> Tensor:
-        """Return log Σ exp(logit) of each counted row, 0 of the others."""
-        return (self.greatest + self.log_total).masked_fill(~is_counted, 0.0)
-
-
-class _Sums:
-    """Sums over the counted labels of all blocks, fp32 scalars.
-
-    Args:
-        z_loss_weight: weight of the squared log-sum-exp; without one it is not summed.
+        squares: of the log-sum-exp; None without a weight of the z-loss.
     """
 
     def __init__(self, device: torch.device, z_loss_weight: float):
         self.entropy = torch.zeros((), dtype=torch.float32, device=device)
         self.correct = torch.zeros_like(self.entropy)
-        self.squares: Tensor | float = 0.0
+        self.squares = torch.zeros_like(self.entropy) if z_loss_weight else None
         self.z_loss_weight = z_loss_weight
-
-    def add(self, scores: _RowScores, is_counted: Tensor) -> None:
-        """Add a block's rows."""
-        self.entropy -= scores.log_probability.masked_fill(~is_counted, 0.0).sum()
-        if self.z_loss_weight:
-            self.squares = self.squares + scores.log_sum_exp(is_counted).square().sum()
-        if scores.is_argmax is not None:
-            self.correct += (scores.is_argmax & is_counted).sum()
 
     def outputs(self, denominator: Tensor) -> tuple[Tensor, ...]:
         """Return the fields of `TokenLoss`; the first two without a z-loss."""
         mean = self.entropy / denominator
-        if not self.z_loss_weight:
+        if self.squares is None:
             return mean, self.correct
         total = self.entropy + self.z_loss_weight * self.squares
         return total / denominator, self.correct, mean, self.squares / denominator
@@ -187,50 +158,90 @@ def _to_probabilities_(
     logits.copy_(_probabilities(logits, maximum, factor, valid).mul_(slope))
 
 
-def _row_scores(
-    logits: Tensor, target: Tensor, valid: int, group: Group, ops: ElementwiseOps, accuracy: bool
-) -> _RowScores:
-    """Return the softmax's statistics of each row; the argmax is computed if `accuracy`.
+def _target_logits(column: Tensor, is_absent: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row's logit at its column, [n, 1], and the target's in fp32, [n].
 
-    `target` [n] is a column of this rank's logits, or -1 if another rank has it. The maximum is
-    subtracted before the logarithm of the sum: adding the two first would round the loss to the
-    maximum's last digit.
+    The target's is 0 on all ranks but one, so the gathered ones add up to it.
     """
-    target_logit = (
-        logits.gather(1, target.clamp(min=0).unsqueeze(1))
-        .squeeze(1)
-        .float()
-        .masked_fill(target < 0, 0.0)
-    )
+    own = logits.gather(1, column.unsqueeze(1))
+    return own, own.squeeze(1).float().masked_fill(is_absent, 0.0)
+
+
+def _all_gather_rows(
+    logits: Tensor,
+    column: Tensor,
+    is_absent: Tensor,
+    valid: int,
+    group: Group,
+    ops: ElementwiseOps,
+    accuracy: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each row's maximum on this rank, its logit at its column, and all ranks' statistics,
+    [n, t, 3]; a fourth of them with `accuracy`: whether the target is the rank's argmax.
+    """
     # The maximum is subtracted so that exp cannot overflow in fp32, which ends at exp(88.7).
     maximum, total = ops.map_rows(
         _max_and_sum_exp, (logits,), valid, accelerator_elements=SLICE_ELEMENTS
     )
-    # Zero on all ranks but the target's, so the gathered ones add up to the target's logit.
-    extra = target_logit.unsqueeze(0)
+    own, target_logit = ops.map_rows(_target_logits, (column, is_absent, logits))
+    extra = [target_logit]
     if accuracy:
-        is_local_argmax = (
-            ops.map_rows(_argmax, (logits,), valid, accelerator_elements=SLICE_ELEMENTS) == target
-        )
-        extra = torch.stack((target_logit, is_local_argmax.float()))
-    softmax = all_gather_softmax(maximum, total, extra, group)
+        argmax = ops.map_rows(_argmax, (logits,), valid, accelerator_elements=SLICE_ELEMENTS)
+        extra.append((argmax == column).float().masked_fill(is_absent, 0.0))
+    return maximum, own, all_gather_statistics(maximum, total, extra, group).movedim(2, 0)
+
+
+def _add_rows_(
+    is_ignored: Tensor,
+    is_absent: Tensor,
+    own: Tensor,
+    maximum: Tensor,
+    statistics: Tensor,
+    entropy: Tensor,
+    correct: Tensor | None,
+    squares: Tensor | None,
+    z_loss_weight: float,
+    valid: int,
+    logit_map: LogitMap,
+    differentiate: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """Add a block's rows to the sums; return what `_to_logit_gradients_` needs, if it will run.
+
+    It is the factor of exp(logit - maximum) in the gradient of a row's logits, 0 in ignored rows,
+    and the gradient of the logit at the row's column, both [n]. The z-loss's gradient is
+    2 z log Σ exp(logit) times the probability.
+
+    Args:
+        statistics: all ranks', [n, t, 2 + m].
+    """
+    softmax = softmax_of(statistics.movedim(0, 2))
     log_total = softmax.total.log()
-    return _RowScores(
-        softmax.extra[:, 0].sum(0) - softmax.greatest - log_total,
-        maximum,
-        (maximum - softmax.greatest).exp() / softmax.total,
-        softmax.greatest,
-        log_total,
-        softmax.is_argmax(softmax.extra[:, 1] == 1) if accuracy else None,
-    )
+    # Adding the maximum to the logarithm first would round the loss to the maximum's last digit.
+    log_probability = softmax.extra[:, 0].sum(0) - softmax.greatest - log_total
+    entropy -= log_probability.masked_fill(is_ignored, 0.0).sum()
+    if correct is not None:
+        correct += softmax.is_argmax(softmax.extra[:, 1] == 1).sum()
+    if squares is not None:
+        log_sum_exp = (softmax.greatest + log_total).masked_fill(is_ignored, 0.0)
+        squares += log_sum_exp.square().sum()
+    if not differentiate:
+        return None
+    factor = ((maximum - softmax.greatest).exp() / softmax.total).masked_fill(is_ignored, 0.0)
+    if squares is not None:
+        factor *= 1.0 + 2.0 * z_loss_weight * log_sum_exp
+    # In fp32: in bf16 a probability of 0.999 is 1, and p - 1 would be 0 instead of -0.001.
+    difference = _probabilities(own, maximum, factor, valid) - (~is_absent).float().unsqueeze(1)
+    difference *= logit_map.slope(own.float())
+    return factor, difference.squeeze(1).to(own.dtype)
 
 
 def _to_logit_gradients_(
     logits: Tensor,
-    target: Tensor,
-    valid: int,
+    column: Tensor,
     maximum: Tensor,
     factor: Tensor,
+    difference: Tensor,
+    valid: int,
     logit_map: LogitMap,
     ops: ElementwiseOps,
 ) -> None:
@@ -239,19 +250,12 @@ def _to_logit_gradients_(
 
     With 4 columns on this rank, rows whose target is column 2 and on another rank:
 
-        target  2     p0   p1   p2 - 1   p3
-        target -1     p0   p1   p2       p3
+        column 2             p0   p1   p2 - 1   p3
+        column 0, absent     p0   p1   p2       p3
 
     Dividing by the number of tokens here would round every target in the same direction: a bias of
     up to 0.4 % in bf16.
     """
-    column = target.clamp(min=0).unsqueeze(1)
-    is_here = (target >= 0).float().unsqueeze(1)
-    # Before the logits are overwritten, and in fp32: in bf16 a probability of 0.999 is 1, and p - 1
-    # would be 0 instead of -0.001.
-    own = logits.gather(1, column)
-    difference = _probabilities(own, maximum, factor, valid) - is_here
-    difference *= logit_map.slope(own.float())
     ops.map_rows(
         _to_probabilities_,
         (logits, maximum, factor),
@@ -260,8 +264,7 @@ def _to_logit_gradients_(
         accelerator_elements=SLICE_ELEMENTS,
     )
     # `scatter_` would copy all logits twice on a CPU.
-    rows = torch.arange(len(logits), device=logits.device)
-    logits[rows, column.squeeze(1)] = difference.squeeze(1).to(logits.dtype)
+    logits[torch.arange(len(logits), device=logits.device), column] = difference
 
 
 def _add_product_(
@@ -315,33 +318,21 @@ def _divisor(divisor: Tensor | float | None, counted: Tensor, hidden: Tensor) ->
     return divisor.to(hidden.device, torch.float32)
 
 
-def _gradient_factor(scores: _RowScores, is_counted: Tensor, z_loss_weight: float) -> Tensor:
-    """Return the factor of exp(logit - maximum) in the gradient of a row's logits, [n].
-
-    It is that of the probability, 0 in ignored rows. The z-loss's gradient is 2 z log Σ exp(logit)
-    times the probability.
-    """
-    factor = scores.factor.masked_fill(~is_counted, 0.0)
-    if z_loss_weight:
-        factor *= 1.0 + 2.0 * z_loss_weight * scores.log_sum_exp(is_counted)
-    return factor
-
-
 def _block(
-    hidden: Tensor, labels: Tensor, counted: Tensor, positions: slice, first: int, valid: int
+    is_ignored: Tensor, labels: Tensor, hidden: Tensor, first: int, valid: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows of some positions, their targets in this rank's vocabulary, and which count.
+    """Return a block's rows, their targets' columns on this rank, and which targets are absent.
 
     With 2 ranks of 3 rows of the vocabulary, rank 1 (first = 3) has for the labels 1, 3, ignored:
 
-        targets   -1, 0, -1      another rank has the first; the third has none
-        rows       x, y, 0       zeros, so that NaNs in an ignored row cannot leak into the sums
+        column    0, 0, 0
+        absent    1, 0, 1       another rank has the first; the third has none
+        rows      x, y, 0       zeros, so that NaNs in an ignored row cannot leak into the sums
     """
-    is_counted = counted[positions].flatten()
-    rows = hidden[positions].flatten(0, 1).masked_fill(~is_counted.unsqueeze(1), 0.0)
-    target = labels[positions].flatten() - first
-    target = target.masked_fill(~is_counted | (target < 0) | (target >= valid), -1)
-    return rows, target, is_counted
+    column = labels - first
+    is_absent = is_ignored | (column < 0) | (column >= valid)
+    rows = hidden.masked_fill(is_ignored.unsqueeze(1), 0.0)
+    return rows, column.masked_fill(is_absent, 0), is_absent
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -381,8 +372,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         first, valid = vocab_shard_range(vocabulary, group_rank(group), group_size(group))
         needs = [differentiate and needed for needed in ctx.needs_input_grad[:3]]
         needs_hidden, needs_weight, needs_bias = needs
-        counted = labels != ignore
-        denominator = _divisor(divisor, counted, hidden)
+        is_ignored = labels == ignore
+        denominator = _divisor(divisor, ~is_ignored, hidden)
         sums = _Sums(hidden.device, z_loss_weight)
         hidden_gradient = weight_gradient = bias_gradient = None
         if needs_hidden:
@@ -396,13 +387,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in ops.chunk_starts(length, step):
             positions = slice(start, start + step)
-            block, target, is_counted = _block(hidden, labels, counted, positions, first, valid)
+            ignored = is_ignored[positions].flatten()
+            inputs = labels[positions].flatten(), hidden[positions].flatten(0, 1)
+            block, column, is_absent = ops.map_rows(_block, (ignored, *inputs), first, valid)
             logits = map_logits_(F.linear(block, weight, bias), logit_map, ops)
-            scores = _row_scores(logits, target, valid, group, ops, accuracy)
-            sums.add(scores, is_counted)
-            if any(needs):
-                factor = _gradient_factor(scores, is_counted, z_loss_weight)
-                _to_logit_gradients_(logits, target, valid, scores.maximum, factor, logit_map, ops)
+            maximum, own, statistics = _all_gather_rows(
+                logits, column, is_absent, valid, group, ops, accuracy
+            )
+            gradients = ops.map_rows(
+                _add_rows_,
+                (ignored, is_absent, own, maximum, statistics),
+                *(sums.entropy, sums.correct if accuracy else None, sums.squares),
+                *(z_loss_weight, valid, logit_map, any(needs)),
+            )
+            if gradients is not None:
+                _to_logit_gradients_(logits, column, maximum, *gradients, valid, logit_map, ops)
             if hidden_gradient is not None:
                 torch.matmul(logits, weight, out=hidden_gradient[positions].flatten(0, 1))
             if bias_gradient is not None:

@@ -18,7 +18,12 @@ from zero_tp.base.constants import IGNORE_INDEX
 from zero_tp.parallel import loss
 from zero_tp.parallel.collectives import Group, group_rank, group_size
 from zero_tp.parallel.layout import vocab_shard_range
-from zero_tp.parallel.logits import LogitMap, all_gather_softmax, shard_logits
+from zero_tp.parallel.logits import (
+    LogitMap,
+    all_gather_statistics,
+    shard_logits,
+    softmax_of,
+)
 
 
 class TokenScores(NamedTuple):
@@ -109,9 +114,8 @@ def scores_of_logits(
     ).to(logits.dtype)
     total = logits.sub_(best.unsqueeze(1)).exp_().sum(1)
     # Truth values travel as fp32 numbers, in the same all-gather as the logits.
-    softmax = all_gather_softmax(
-        best, total, torch.cat((label_logits, is_local_argmax), 1).t(), group
-    )
+    extra = torch.cat((label_logits, is_local_argmax), 1).unbind(1)
+    softmax = softmax_of(all_gather_statistics(best, total, extra, group))
     logits_by_rank, argmax_by_rank = softmax.extra.transpose(1, 2).chunk(2, 2)  # [t, n, k]
     # The greatest logit is subtracted from the label's before the logarithm is added: large logits
     # would round the small loss away.
