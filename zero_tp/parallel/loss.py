@@ -120,6 +120,10 @@ class _Sums:
         self.squares = torch.zeros_like(self.entropy) if z_loss_weight else None
         self.z_loss_weight = z_loss_weight
 
+    def tensors(self, accuracy: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return what a block adds to: entropy, correct if `accuracy`, and squares."""
+        return self.entropy, self.correct if accuracy else None, self.squares
+
     def outputs(self, denominator: Tensor) -> tuple[Tensor, ...]:
         """Return the fields of `TokenLoss`; the first two without a z-loss."""
         mean = self.entropy / denominator
@@ -194,8 +198,8 @@ def _all_gather_rows(
 def _add_rows_(
     is_ignored: Tensor,
     is_absent: Tensor,
-    own: Tensor,
     maximum: Tensor,
+    own: Tensor,
     statistics: Tensor,
     entropy: Tensor,
     correct: Tensor | None,
@@ -385,23 +389,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         step = block_positions(length, batch, rows, columns if needs_weight else 0, weight.dtype)
         if needs_weight and accumulates_in_fp32(length, step, weight.dtype):
             weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        settings = z_loss_weight, valid, logit_map, any(needs)
         for start in ops.chunk_starts(length, step):
             positions = slice(start, start + step)
             ignored = is_ignored[positions].flatten()
             inputs = labels[positions].flatten(), hidden[positions].flatten(0, 1)
             block, column, is_absent = ops.map_rows(_block, (ignored, *inputs), first, valid)
             logits = map_logits_(F.linear(block, weight, bias), logit_map, ops)
-            maximum, own, statistics = _all_gather_rows(
-                logits, column, is_absent, valid, group, ops, accuracy
-            )
-            gradients = ops.map_rows(
-                _add_rows_,
-                (ignored, is_absent, own, maximum, statistics),
-                *(sums.entropy, sums.correct if accuracy else None, sums.squares),
-                *(z_loss_weight, valid, logit_map, any(needs)),
-            )
+            scores = _all_gather_rows(logits, column, is_absent, valid, group, ops, accuracy)
+            tensors = ignored, is_absent, *scores
+            gradients = ops.map_rows(_add_rows_, tensors, *sums.tensors(accuracy), *settings)
             if gradients is not None:
-                _to_logit_gradients_(logits, column, maximum, *gradients, valid, logit_map, ops)
+                _to_logit_gradients_(logits, column, scores[0], *gradients, valid, logit_map, ops)
             if hidden_gradient is not None:
                 torch.matmul(logits, weight, out=hidden_gradient[positions].flatten(0, 1))
             if bias_gradient is not None:
