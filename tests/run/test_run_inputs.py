@@ -71,10 +71,10 @@ def saved_of(run: RunInputs, **others: Any) -> Any:
 def test_a_run_goes_on_where_its_forecast_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(config: RunConfig, **options: bool) -> Any:
+    def fails(config: RunConfig, cpu: bool, varlen: bool) -> Any:
         raise ZeroDivisionError("no such shape\nand more")
 
-    monkeypatch.setattr("zero_tp.tools.planning.forecast.rank_memory", fails)
+    monkeypatch.setattr("zero_tp.tools.planning.forecast.workload_of", fails)
     state = train_state(tmp_path)
     state.engine.device = torch.device("cpu")
     forecast = MemoryForecast()

@@ -207,14 +207,7 @@ class CausalLM(ParallelModel):
                 fields["loss"] = scores.nll.transpose(0, 1)
                 fields["greedy"] = scores.greedy.transpose(0, 1)
             else:
-                fields |= self._losses(
-                    hidden,
-                    labels,
-                    aux_loss=fields.get("aux_loss"),
-                    router_z_loss=fields.get("router_z_loss"),
-                    sequence=sequence,
-                    divisor=num_items_in_batch,
-                )
+                fields |= self._losses(hidden, labels, fields, sequence, num_items_in_batch)
         if return_logits or targets is None:
             logits = self.head(hidden, None, sequence=sequence, keep=logits_to_keep)
             fields["logits"] = logits.transpose(0, 1)
@@ -268,8 +261,7 @@ class CausalLM(ParallelModel):
         self,
         hidden: Tensor,
         labels: Tensor,
-        aux_loss: Tensor | None,
-        router_z_loss: Tensor | None,
+        router_losses: Mapping[str, Tensor],
         sequence: bool,
         divisor: Tensor | float | None,
     ) -> dict[str, Tensor | None]:
@@ -277,6 +269,7 @@ class CausalLM(ParallelModel):
         show.
         """
         weights = self.active_z_losses
+        aux_loss, router_z_loss = map(router_losses.get, ("aux_loss", "router_z_loss"))
         tokens: TokenLoss = self.head(
             hidden, labels, sequence=sequence, divisor=divisor, z_loss_weight=weights.token
         )

@@ -243,8 +243,7 @@ def _to_logit_gradients_(
     logits: Tensor,
     column: Tensor,
     maximum: Tensor,
-    factor: Tensor,
-    difference: Tensor,
+    gradients: tuple[Tensor, Tensor],
     valid: int,
     logit_map: LogitMap,
     ops: ElementwiseOps,
@@ -259,7 +258,11 @@ def _to_logit_gradients_(
 
     Dividing by the number of tokens here would round every target in the same direction: a bias of
     up to 0.4 % in bf16.
+
+    Args:
+        gradients: of `_add_rows_`.
     """
+    factor, difference = gradients
     ops.map_rows(
         _to_probabilities_,
         (logits, maximum, factor),
@@ -400,7 +403,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             tensors = ignored, is_absent, *scores
             gradients = ops.map_rows(_add_rows_, tensors, *sums.tensors(accuracy), *settings)
             if gradients is not None:
-                _to_logit_gradients_(logits, column, scores[0], *gradients, valid, logit_map, ops)
+                _to_logit_gradients_(logits, column, scores[0], gradients, valid, logit_map, ops)
             if hidden_gradient is not None:
                 torch.matmul(logits, weight, out=hidden_gradient[positions].flatten(0, 1))
             if bias_gradient is not None:

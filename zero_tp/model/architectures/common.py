@@ -20,7 +20,7 @@ from zero_tp.base.errors import ConfigError, shown
 from zero_tp.model.architectures import llama_names
 from zero_tp.model.architectures.fields import FIXED_IN_DECODERS, IRRELEVANT_IN_DECODERS, Fields
 from zero_tp.model.architectures.rotary import ROPE, ROPE_UNDECLARED, rotaries
-from zero_tp.model.architectures.spec import Dropouts, ExpertsSpec, TransformerSpec
+from zero_tp.model.architectures.spec import Dropouts, ExpertsSpec, Rotary, TransformerSpec
 from zero_tp.model.architectures.table import Architecture, Weight
 
 # gelu_new is the tanh approximation; torch's fused one saves one tensor where transformers' saves
@@ -128,15 +128,12 @@ def spec(
         attention = "flex_sinks" if is_flex else "sinks"
     if attention_bias is None:
         attention_bias = getattr(config, "attention_bias", False)
-    # Made only where it is used: a config with learned positions has no rotary fields.
-    if overrides.get("position") == "learned":
-        overrides["rotaries"] = (None,) * layers
-    elif "rotaries" in overrides:
+    if "rotaries" in overrides:
         assert rotates is None and not partial_rotary, "`rotaries` says it for each layer"
+    elif overrides.get("position") == "learned":
+        overrides["rotaries"] = (None,) * layers  # its config has no rotary fields
     else:
-        alike = rotaries(config, head_size, partial_rotary=partial_rotary)
-        pairs = zip(alike, rotates or (True,) * layers, strict=True)
-        overrides["rotaries"] = tuple(rotary if is_used else None for rotary, is_used in pairs)
+        overrides["rotaries"] = _rotaries(config, rotates, partial_rotary)
     defaults: dict[str, Any] = {
         "hidden": config.hidden_size,
         "layers": layers,
@@ -279,6 +276,18 @@ def require_window(config: PretrainedConfig) -> None:
 def multi_token(pattern: str) -> dict[str, str]:
     """Return `untrained_parts` for the tensors that predict further tokens, by their names."""
     return {pattern: "multi-token prediction"}
+
+
+def _rotaries(
+    config: PretrainedConfig, rotates: Sequence[bool] | None, partial_rotary: bool
+) -> tuple[Rotary | None, ...]:
+    """Return each layer's rotary positions; see `spec`."""
+    of_layers = rotaries(config, head_size_of(config), partial_rotary=partial_rotary)
+    if rotates is None:
+        return of_layers
+    return tuple(
+        rotary if is_used else None for rotary, is_used in zip(of_layers, rotates, strict=True)
+    )
 
 
 def architecture(

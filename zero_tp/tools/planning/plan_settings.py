@@ -6,10 +6,11 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from zero_tp.base.constants import DTYPES
 from zero_tp.base.settings.deepspeed import ActivationCheckpointing, OffloadOptimizer
 from zero_tp.base.settings.optimizer import SGD, Muon, Optimizer, TorchAdam
 from zero_tp.base.settings.recompute import RecomputePolicy
@@ -18,6 +19,7 @@ from zero_tp.engine.zero.orthogonalize import NewtonSchulz, products_dtype
 from zero_tp.model.architectures.spec import LatentSpec, TransformerSpec
 from zero_tp.model.transformer import LAYERS, TransformerLayer
 from zero_tp.parallel.elementwise import is_compiled
+from zero_tp.parallel.loss import block_positions
 from zero_tp.run.config import RunConfig
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -190,6 +192,33 @@ def workload_of(
 
 
 # ---- ZeRO ----------------------------------------------------------------------------------------
+
+
+class LossBlocks(NamedTuple):
+    """The blocks of the loss of one micro-batch (parallel/loss.py).
+
+    Attributes:
+        length, batch: of the hidden states.
+        rows: of this rank's part of the output layer.
+        positions: of one block.
+    """
+
+    length: int
+    batch: int
+    rows: int
+    positions: int
+
+    @classmethod
+    def of(cls, spec: TransformerSpec, workload: Workload) -> LossBlocks:
+        rows = -(-spec.vocabulary // workload.tensor)
+        dtype = getattr(torch, DTYPES[workload.dtype])
+        # A masked model's loss has its labelled positions as one row.
+        shape = (workload.length, workload.batch) if spec.causal else (workload.labels, 1)
+        return cls(*shape, rows, block_positions(*shape, rows, spec.hidden, dtype))
+
+    @property
+    def number(self) -> int:
+        return -(-self.length // self.positions)
 
 
 def mean_over_layers(

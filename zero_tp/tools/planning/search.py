@@ -33,12 +33,12 @@ from zero_tp.engine.settings.rules import refuse_experts
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.architectures.spec import TransformerSpec
 from zero_tp.parallel.devices import Device
-from zero_tp.parallel.loss import accumulates_in_fp32, block_positions
+from zero_tp.parallel.loss import accumulates_in_fp32
 from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning.dryrun import dry_run
 from zero_tp.tools.planning.memory import ModelSize, PaperMemory, RankMemory, model_size, params_of
 from zero_tp.tools.planning.plan import Estimate
-from zero_tp.tools.planning.plan_settings import Workload, ZeroSettings, workload_of
+from zero_tp.tools.planning.plan_settings import LossBlocks, Workload, ZeroSettings, workload_of
 from zero_tp.tools.planning.tracking import MemorySample
 from zero_tp.tools.planning.zero import ZeroMemory
 
@@ -276,17 +276,14 @@ def _estimated_samples(
     logits = 4.0 * workload.labels * model.spec.vocabulary / workload.tensor
     saved = paper.all_layers_bytes() + paper.outside_bytes() - logits
     one_layer = paper.layer_bytes(recomputes=False)
-    shard = -(-model.spec.vocabulary // workload.tensor)
+    blocks = LossBlocks.of(model.spec, workload)
     dtype = getattr(torch, DTYPES[workload.dtype])
-    # A masked model's loss has its labelled positions as one row.
-    length, batch = (workload.length, workload.batch) if model.spec.causal else (workload.labels, 1)
-    positions = block_positions(length, batch, shard, model.spec.hidden, dtype)
     gradient = (
-        (4 if accumulates_in_fp32(length, positions, dtype) else workload.itemsize)
-        * shard
+        (4 if accumulates_in_fp32(blocks.length, blocks.positions, dtype) else workload.itemsize)
+        * blocks.rows
         * model.spec.hidden
     )
-    block = workload.itemsize * positions * batch * shard
+    block = workload.itemsize * blocks.positions * blocks.batch * blocks.rows
     stream = 4 * workload.itemsize * paper.layer.residual
     # With ZeRO-3 the sample in the middle of backward is of the layer with the most gathered
     # parameters.
@@ -299,7 +296,7 @@ def _estimated_samples(
             "backward",
             layers - 1,
             saved,
-            one_layer + stream + workload.itemsize * shard * model.spec.hidden,
+            one_layer + stream + workload.itemsize * blocks.rows * model.spec.hidden,
             0.0,
         ),
         MemorySample(

@@ -20,7 +20,13 @@ from zero_tp.parallel.devices import Device
 from zero_tp.tools.planning.exchange_time import ExchangeTime, ExchangeTraffic
 from zero_tp.tools.planning.matrix_time import MatrixTime
 from zero_tp.tools.planning.matrix_update import MatrixUpdate
-from zero_tp.tools.planning.plan_settings import Layer, Workload, ZeroSettings, mean_over_layers
+from zero_tp.tools.planning.plan_settings import (
+    Layer,
+    LossBlocks,
+    Workload,
+    ZeroSettings,
+    mean_over_layers,
+)
 from zero_tp.tools.planning.rates import Rates, matrix_flops
 
 FLASH_SHARE = 0.6
@@ -33,9 +39,10 @@ one H200: 1,916 kernels that move little took 12 ms.
 """
 LAYER_LAUNCHES = 40
 EAGER_LAYER_LAUNCHES = 100
-LOSS_LAUNCHES = 310
-"""Kernels of a layer's forward and backward, compiled and not, and of the loss's blocks, counted in
-a Llama (benchmarks/step_launches.py and a profile).
+LOSS_BLOCK_LAUNCHES = 13
+EAGER_LOSS_BLOCK_LAUNCHES = 55
+"""Kernels of a layer's forward and backward, compiled and not, and of a block of the loss, counted
+in a Llama (benchmarks/step_launches.py).
 """
 DELTA_PAIR_PASSES, DELTA_FEATURE_PASSES = 10, 16
 DELTA_LAUNCHES, DELTA_CHUNK_LAUNCHES = 150, 27
@@ -683,7 +690,9 @@ class StepTimeEstimator:
         of_delta = DELTA_LAUNCHES + DELTA_CHUNK_LAUNCHES * -(-self.workload.length // CHUNK)
         of_layer += (1 - self.attention_share) * of_delta
         # A third of a layer's kernels are its forward's.
-        passes = settings.accumulation * ((layers + recomputed / 3) * of_layer + LOSS_LAUNCHES)
+        of_block = LOSS_BLOCK_LAUNCHES if self.workload.compiled else EAGER_LOSS_BLOCK_LAUNCHES
+        of_loss = LossBlocks.of(self.spec, self.workload).number * of_block
+        passes = settings.accumulation * ((layers + recomputed / 3) * of_layer + of_loss)
         # A rank of stages 1 and 2 updates the parameters of its partition; stage 3 cuts each one.
         tensors = self.tensors / (settings.data if settings.stage in (1, 2) else 1)
         passes += self.matrix_time.launches()
