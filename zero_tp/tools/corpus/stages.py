@@ -145,7 +145,7 @@ class Preparation(Stages):
                     bar.update(bytes_before + source.position - bar.n)
                     if block.number > last:
                         yield number, block, None
-                # The hash of a file is known once it was read to its end.
+                # The hash of a file is known once it was read to its end: an empty block brings it.
                 yield number, RecordBlock(source.name, 0, None, []), source.sha256
             bytes_before += source.size_and_time[0]
 

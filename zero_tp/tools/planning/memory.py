@@ -5,7 +5,7 @@ states (zero.py). `PaperMemory` is the papers' account, for comparison alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from zero_tp.run.config import RunConfig
 from zero_tp.tools.planning import formulas
 from zero_tp.tools.planning.dryrun import dry_run
 from zero_tp.tools.planning.matrix_update import MatrixGroup
-from zero_tp.tools.planning.plan_settings import Layer, Workload, ZeroSettings
+from zero_tp.tools.planning.plan_settings import CheckpointBytes, Layer, Workload, ZeroSettings
 from zero_tp.tools.planning.tracking import MemorySample
 from zero_tp.tools.planning.zero import RankParameters, StateBytes, ZeroMemory
 
@@ -192,12 +192,12 @@ class RankMemory:
 
     Attributes:
         samples: of one micro-batch.
-        activation_checkpoint_bytes: see `Workload.activation_checkpoint_bytes`.
+        checkpoints: see `Workload.activation_checkpoint_bytes`.
     """
 
     zero: ZeroMemory
     samples: list[MemorySample]
-    activation_checkpoint_bytes: tuple[float, float] = (0.0, 0.0)
+    checkpoints: CheckpointBytes = field(default_factory=CheckpointBytes)
 
     @cached_property
     def points(self) -> list[Point]:
@@ -213,7 +213,7 @@ class RankMemory:
         for number, sample in enumerate(self.samples):
             position = number / forward if number < forward else 1 + (number - forward) / backward
             states = zero.in_micro_batch(
-                sample.phase, sample.gradients, sample.layer, sample.transients
+                sample.phase, sample.finished_elements, sample.layer, sample.transients
             )
             points.append(
                 self.point(sample.phase, position, states, sample.activations, sample.transients)
@@ -240,10 +240,7 @@ class RankMemory:
     @cached_property
     def host(self) -> float:
         """Return the most bytes of one rank in host memory."""
-        return (
-            max(self.zero.states.host, self.zero.in_update().host)
-            + self.activation_checkpoint_bytes[1]
-        )
+        return max(self.zero.states.host, self.zero.in_update().host) + self.checkpoints.host
 
     def point(
         self,
@@ -256,10 +253,10 @@ class RankMemory:
         """Return a point with these model states."""
         sizes = {name: float(getattr(states, name)) for name in STATE_CATEGORIES}
         sizes |= {
-            "activations": self.activation_checkpoint_bytes[0] + activations,
+            "activations": self.checkpoints.device + activations,
             "transients": transients,
         }
-        return Point(phase, position, sizes, states.host + self.activation_checkpoint_bytes[1])
+        return Point(phase, position, sizes, states.host + self.checkpoints.host)
 
 
 class StageMemory(NamedTuple):
@@ -305,8 +302,8 @@ def rank_memory(
     recomputed = workload.fully_recomputed_layers(model.spec.layers)
     settings = ZeroSettings.of(config, cpu=workload.cpu)
     zero = ZeroMemory(model.parameters, settings, recomputed)
-    checkpoint_bytes = workload.activation_checkpoint_bytes(model.spec.hidden, model.spec.layers)
-    return RankMemory(zero, dry_run(config.hf_config(), workload), checkpoint_bytes)
+    checkpoints = workload.activation_checkpoint_bytes(model.spec.hidden, model.spec.layers)
+    return RankMemory(zero, dry_run(config.hf_config(), workload), checkpoints)
 
 
 # ---- the papers' formulas ------------------------------------------------------------------------

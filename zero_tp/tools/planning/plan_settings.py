@@ -34,6 +34,13 @@ def page_locked(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+class CheckpointBytes(NamedTuple):
+    """The bytes of activation checkpoints beside those that the dry run counts."""
+
+    device: float = 0.0
+    host: float = 0.0
+
+
 @dataclass(frozen=True)
 class Workload:
     """One micro-batch on one rank.
@@ -117,10 +124,8 @@ class Workload:
         """
         return self.checkpointing.cpu_checkpointing and not self.cpu
 
-    def activation_checkpoint_bytes(self, hidden: int, layers: int) -> tuple[float, float]:
-        """Return the permanent bytes of activation checkpoints on the device (M_D's buffer) and
-        on the host.
-        """
+    def activation_checkpoint_bytes(self, hidden: int, layers: int) -> CheckpointBytes:
+        """Return the permanent bytes of activation checkpoints (M_D's buffer)."""
         recomputed = len(self.policy.recomputed_layers(layers))
         # Where checkpoints are, for R recomputed layers with inputs of S bytes:
         #
@@ -132,17 +137,11 @@ class Workload:
         slots = self.checkpointing.number_checkpoints or recomputed
         parts = self.tensor if self.sequence or self.partitions_checkpoints else 1
         size = self.itemsize * math.ceil(self.length * self.batch * hidden / parts)
-        if not self.checkpointing.contiguous_memory_optimization:
-            return (
-                (0.0, float(recomputed * page_locked(size)))
-                if self.offloads_checkpoints
-                else (0.0, 0.0)
-            )
-        return (
-            (0.0, float(page_locked(slots * size)))
-            if self.offloads_checkpoints
-            else (float(slots * size), 0.0)
-        )
+        is_contiguous = self.checkpointing.contiguous_memory_optimization
+        if self.offloads_checkpoints:
+            locked = page_locked(slots * size) if is_contiguous else recomputed * page_locked(size)
+            return CheckpointBytes(0.0, float(locked))
+        return CheckpointBytes(float(slots * size) if is_contiguous else 0.0, 0.0)
 
     def fully_recomputed_layers(self, layers: int) -> range:
         """Return the numbers of the layers that backward recomputes as a whole."""

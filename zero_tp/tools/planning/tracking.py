@@ -139,19 +139,21 @@ class MemorySample(NamedTuple):
         layer: the layer's number, -1 before the first and L after the last.
         activations: bytes that backward needs.
         transients: all other bytes, except finished gradients of parameters.
-        gradients: elements of those finished gradients.
+        finished_elements: of those finished gradients.
     """
 
     phase: str
     layer: int
     activations: float
     transients: float
-    gradients: float
+    finished_elements: float
 
     def offset_by(self, start: MemorySample, layer: int) -> MemorySample:
         """Return this sample plus `start`, the sample at which its part starts."""
         sizes = (start.activations + self.activations, start.transients + self.transients)
-        return MemorySample(self.phase, layer, *sizes, start.gradients + self.gradients)
+        return MemorySample(
+            self.phase, layer, *sizes, start.finished_elements + self.finished_elements
+        )
 
 
 class DryRunPart(NamedTuple):

@@ -582,7 +582,7 @@ class ZeroMemory:
 
     def in_first_update(self) -> StateBytes:
         """Return the peak of a run's first update under Muon, in which each call makes the moments
-        of its own group.
+        of its own group. benchmarks/papers/steps.py measures it; it is never a run's peak.
         """
         sizes = [sum(group) for group in self.parameters.groups]
         if self.settings.stage:
