@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from benchmarks.papers.formulas import (
     DERIVED,
@@ -21,7 +22,9 @@ from benchmarks.papers.formulas import (
 from benchmarks.papers.pipelines import activation_factor, bubble_share, embedding_bytes
 from tests.support.activation_bytes import sdpa_maths_core
 from zero_tp.model.flops import utilisation
+from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel.devices import peak_flops
+from zero_tp.parallel.topology import Topology
 from zero_tp.tools.planning.formulas import (
     model_states,
     saved,
@@ -32,7 +35,7 @@ from zero_tp.tools.planning.formulas import (
     tensor_volume,
     zero_volume,
 )
-from zero_tp.tools.planning.plan_settings import Layer
+from zero_tp.tools.planning.plan_settings import Layer, Workload
 
 # heads, hidden, layers, vocabulary, micro-batch, TP, pipeline of arXiv 2205.05198, table 3
 MODEL_22B, MODEL_530B = (64, 6144, 48), (128, 20480, 105)
@@ -55,6 +58,16 @@ def test_the_rows_of_table_2(seed: int) -> None:
     }
     for name, (ours, papers) in rows.items():
         assert ours == pytest.approx(papers), name
+
+
+def test_layers_of_two_kinds_count_the_norms_of_each() -> None:
+    """Of the plan's mean layer: what the model's own layers say."""
+    config = AutoConfig.for_model("olmo_hybrid", num_hidden_layers=8)
+    model = ZeroTPForCausalLM(config, Topology(world=1), device="meta")
+    norms = [len(layer.recomputed_norms) for layer in model.transformer.layers]
+    assert len(set(norms)) == 2
+    layer = Layer.of(model.spec, Workload(length=64, batch=1))
+    assert layer.recomputed_norms == sum(norms) / 8
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import GPT2Config
+from transformers import AutoConfig, GPT2Config
 
 from tests.support.encoders import MODEL_TYPES as ENCODERS
 from tests.support.native import native_model
@@ -33,12 +33,20 @@ from tests.support.plan_configs import (
 from tests.tiers import THOROUGH, in_tiers
 from zero_tp.base.settings.recompute import RecomputePolicy
 from zero_tp.data.batch import Batch
+from zero_tp.model.architectures import architecture_of
 from zero_tp.model.flops import layer_products
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.parallel import loss
 from zero_tp.parallel.topology import Topology
 from zero_tp.tools.planning import dryrun
-from zero_tp.tools.planning.dryrun import LayerKind, dry_run, layer_contexts, representative_layers
+from zero_tp.tools.planning.dryrun import (
+    LayerKind,
+    dry_run,
+    layer_contexts,
+    layer_kinds,
+    representative_layers,
+    spec_of_layers,
+)
 from zero_tp.tools.planning.formulas import model_states
 from zero_tp.tools.planning.gathered import most_gathered
 from zero_tp.tools.planning.memory import model_size, run_model_size
@@ -138,6 +146,20 @@ def test_few_layers_represent_many(layers: int) -> None:
     few = representative_layers(alternating)
     assert set(layer_contexts(few)) == set(layer_contexts(alternating))
     assert len(few) <= min(layers, 13)
+
+
+@pytest.mark.parametrize("model_type", ["olmo_hybrid", "gpt_oss", "qwen3_5_moe_text"])
+def test_whatever_a_spec_has_for_each_layer_is_cut(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type, num_hidden_layers=11)
+    spec = architecture_of(config).spec(config)
+    cut = spec_of_layers(spec, layer_kinds(spec, [])[:3], documents=False)
+    of_layers = [name for name, value in vars(spec).items() if length_of(value) == 11]
+    assert len(of_layers) >= 4
+    assert [length_of(getattr(cut, name)) for name in of_layers] == [3] * len(of_layers)
+
+
+def length_of(value: Any) -> int | None:
+    return len(value) if isinstance(value, tuple) else None
 
 
 @pytest.mark.parametrize("stage", range(4))
