@@ -287,5 +287,5 @@ def watched_step(model_type: str, workload: Workload, does: Does | None = None) 
             if does is not None:
                 does(made)
         assert made.deepspeed_engine.micro_steps == 2 * ACCUMULATION and not made.skipped
-        assert made._figures.device == made._norm.device == made.device  # type: ignore[union-attr]
+        assert made._loss_and_figures.device == made._norm.device == made.device  # type: ignore[union-attr]
     return seen

@@ -141,7 +141,7 @@ class TrainingEngine:
         self._norm: Tensor | float = float("nan")
         self.skipped = False
         # The loss and the model's other figures, means over DP.
-        self._figures = torch.full((1 + len(self.model.metric_names),), float("nan"))
+        self._loss_and_figures = torch.full((1 + len(self.model.metric_names),), float("nan"))
         self.on_phase: Callable[[str], None] | None = None
         self.model.register_forward_pre_hook(lambda *_: self._enter("forward"))
 
@@ -252,7 +252,7 @@ class TrainingEngine:
 
         The host waits for the device, unless the step has read it with the norm (`AdamWUpdate`).
         """
-        return float(self._figures[0])
+        return float(self._loss_and_figures[0])
 
     @property
     def gradient_norm(self) -> float:
@@ -275,7 +275,7 @@ class TrainingEngine:
         `aux_loss`, `z_loss` and `router_z_loss` are without their weights. The host waits as for
         `loss`.
         """
-        return dict(zip(self.model.metric_names, self._figures[1:].tolist(), strict=True))
+        return dict(zip(self.model.metric_names, self._loss_and_figures[1:].tolist(), strict=True))
 
     @property
     def attention_figures(self) -> dict[str, float | None]:
@@ -429,7 +429,7 @@ class TrainingEngine:
                 # Only counts the micro-batch: backward has added the gradients.
                 self.zero.step()
         self._enter("update")
-        self._figures = self._mean(figures, len(batches))
+        self._loss_and_figures = self._mean(figures, len(batches))
 
     def _forward(self, model: Any, batch: AnyBatch, **options: Any) -> Any:
         """Run the model's forward: model/causal_lm.py, of an encoder model/masked_lm.py.
@@ -451,12 +451,12 @@ class TrainingEngine:
         """
         if self.qk_clip is not None:
             self.qk_clip.prepare()
-        self.zero.step(self._figures)
+        self.zero.step(self._loss_and_figures)
         self._norm, self.skipped = self.zero.norm_and_skipped()
         self._bias_update.apply(self.zero)
         # The fused update has read them together with the norm.
         if self.zero.veto.read_figures is not None:
-            self._figures = torch.tensor(self.zero.veto.read_figures, dtype=torch.float64)
+            self._loss_and_figures = torch.tensor(self.zero.veto.read_figures, dtype=torch.float64)
 
     def _mean(self, total: Tensor, micro_batches: int) -> Tensor:
         """Return the mean over micro-batches and replicas. All-reduce over DP."""

@@ -393,7 +393,7 @@ class Attention(ElementwiseModule):
 
     def forward(self, tensor: Tensor, *, context: ForwardContext) -> Tensor:
         rotation = None if self.rotary is None else context.rotations[self.rotary]
-        # Rotated below, after norm and clip, or without them inside `qkv`, in place in its product.
+        # If no norm or clip comes before it, `qkv` rotates in place in its product; else below.
         rotates_product = self.clip is None and (
             self.rotates_first or isinstance(self.query_norm, nn.Identity)
         )

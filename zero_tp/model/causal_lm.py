@@ -187,7 +187,7 @@ class CausalLM(ParallelModel):
         if self.counts_choices:
             choice_count = ChoiceCount(_tokens(input_ids, attention_mask, unpadded_length))
         inputs = (input_ids, attention_mask, position_ids, document_ids, cache, token_type_ids)
-        hidden, sequence = self.hidden_states(
+        hidden, is_shard = self.hidden_states(
             *inputs,
             router_losses=tuple(router_losses.values()),
             choice_count=choice_count,
@@ -201,15 +201,15 @@ class CausalLM(ParallelModel):
             hidden, fields[name] = router_loss.loss(hidden)
         if targets is not None:
             # Sequence first, like the hidden states.
-            labels = targets.transpose(0, 1).contiguous()
+            targets = targets.transpose(0, 1).contiguous()
             if per_token:
-                scores = self.head(hidden, labels, sequence=sequence, per_token=True)
+                scores = self.head(hidden, targets, sequence=is_shard, per_token=True)
                 fields["loss"] = scores.nll.transpose(0, 1)
                 fields["greedy"] = scores.greedy.transpose(0, 1)
             else:
-                fields |= self._losses(hidden, labels, fields, sequence, num_items_in_batch)
+                fields |= self._losses(hidden, targets, fields, is_shard, num_items_in_batch)
         if return_logits or targets is None:
-            logits = self.head(hidden, None, sequence=sequence, keep=logits_to_keep)
+            logits = self.head(hidden, None, sequence=is_shard, keep=logits_to_keep)
             fields["logits"] = logits.transpose(0, 1)
         return ScoredOutput(**fields)
 

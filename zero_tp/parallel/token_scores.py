@@ -116,7 +116,8 @@ def scores_of_logits(
     # Truth values travel as fp32 numbers, in the same all-gather as the logits.
     extra = torch.cat((label_logits, is_local_argmax), 1).unbind(1)
     softmax = softmax_of(all_gather_statistics(best, total, extra, group))
-    logits_by_rank, argmax_by_rank = softmax.extra.transpose(1, 2).chunk(2, 2)  # [t, n, k]
+    # `extra` is [t, 2k, n].
+    logits_by_rank, argmax_by_rank = softmax.extra.transpose(1, 2).chunk(2, 2)  # each [t, n, k]
     # The greatest logit is subtracted from the label's before the logarithm is added: large logits
     # would round the small loss away.
     nll = softmax.total.log().unsqueeze(1) - (logits_by_rank.sum(0) - softmax.greatest.unsqueeze(1))

@@ -23,6 +23,7 @@ from benchmarks.papers.pipelines import activation_factor, bubble_share, embeddi
 from tests.support.activation_bytes import sdpa_maths_core
 from zero_tp.model.flops import utilisation
 from zero_tp.model.huggingface import ZeroTPForCausalLM
+from zero_tp.model.transformer import LAYERS
 from zero_tp.parallel.devices import peak_flops
 from zero_tp.parallel.topology import Topology
 from zero_tp.tools.planning.formulas import (
@@ -64,7 +65,10 @@ def test_layers_of_two_kinds_count_the_norms_of_each() -> None:
     """Of the plan's mean layer: what the model's own layers say."""
     config = AutoConfig.for_model("olmo_hybrid", num_hidden_layers=8)
     model = ZeroTPForCausalLM(config, Topology(world=1), device="meta")
-    norms = [len(layer.recomputed_norms) for layer in model.transformer.layers]
+    norms = [len(LAYERS[name].recomputed_norms) for name in model.spec.layer_names]
+    assert [type(layer) for layer in model.transformer.layers] == [
+        LAYERS[name] for name in model.spec.layer_names
+    ]
     assert len(set(norms)) == 2
     layer = Layer.of(model.spec, Workload(length=64, batch=1))
     assert layer.recomputed_norms == sum(norms) / 8

@@ -96,12 +96,12 @@ class GroupPlan(NamedTuple):
 
     Attributes:
         sizes: elements of each gradient.
-        weights: 1 for each block that this rank counts in the norm, else 0, fp64.
+        norm_factors: 1 for each block that this rank counts in the norm, else 0, fp64.
     """
 
     sizes: list[int]
     blocks: list[UpdateBlock]
-    weights: Tensor
+    norm_factors: Tensor
 
 
 class AdamWUpdate:
@@ -112,7 +112,7 @@ class AdamWUpdate:
 
     Args:
         optimizer: DeepSpeed's, around torch's fused AdamW.
-        veto: decides whether a step updates the weights.
+        veto: finds spikes.
         elementwise: compiles the update; None: torch's fused kernel runs it.
 
     Attributes:
@@ -131,7 +131,7 @@ class AdamWUpdate:
         self._veto = veto
         self._elementwise = elementwise
         self._plans: dict[int, GroupPlan] = {}
-        self._counts: dict[int, tuple[Tensor, int]] = {}
+        self._updates: dict[int, tuple[Tensor, int]] = {}
         self.change: Callable[[Sequence[Tensor]], bool] | None = None
 
     @staticmethod
@@ -226,9 +226,9 @@ class AdamWUpdate:
         counted = [None if owner is None else is_counted(owner, self._topology) for owner in owners]
         sizes = [gradient.numel() for gradient in gradients]
         blocks = update_blocks(sizes, counted)
-        weights = [float(block.is_counted) for block in blocks]
+        factors = [float(block.is_counted) for block in blocks]
         device = gradients[0].device
-        return GroupPlan(sizes, blocks, torch.tensor(weights, dtype=torch.float64, device=device))
+        return GroupPlan(sizes, blocks, torch.tensor(factors, dtype=torch.float64, device=device))
 
     def _norm(self, gradients: Sequence[Sequence[Tensor]]) -> Tensor:
         """Return the norm of all ranks' gradients, fp32 [0-d]; not finite if one of them is not.
@@ -237,13 +237,13 @@ class AdamWUpdate:
         """
         squares = []
         for group, flat_gradients in enumerate(gradients):
-            weights = self._plans[group].weights
+            factors = self._plans[group].norm_factors
             # A rank that does not count a replicated gradient adds 0 times its square: 0, or nan if
             # the gradient is not finite on this rank alone.
             squares.append(
-                torch.dot(squared_norms(flat_gradients), weights)
+                torch.dot(squared_norms(flat_gradients), factors)
                 if flat_gradients
-                else weights.sum()
+                else factors.sum()
             )
         total = torch.stack(squares).float()
         for reduced in (self._topology.data_group, self._topology.tensor_group):
@@ -275,7 +275,7 @@ class AdamWUpdate:
         weights = self._own_weights(group).detach()
         tensors = (flat.detach(), state["exp_avg"], state["exp_avg_sq"], weights)
         options = optimizer.param_groups[group]  # with this step's learning rate
-        count = self._count(group, state["step"])
+        count = self._count_update(group, state["step"])
         scalars = None
         if self._elementwise is not None:
             scalars = adamw_scalars(options, count, factor, flat.device)
@@ -316,15 +316,15 @@ class AdamWUpdate:
             state["step"] = torch.zeros((), device=flat.device)
         return state
 
-    def _count(self, group: int, step: Tensor) -> int:
+    def _count_update(self, group: int, step: Tensor) -> int:
         """Count an update; return its number.
 
         The tensor stays where torch's kernel reads it. Reading it would wait for the device, so a
         number beside it is counted, too.
         """
-        known, count = self._counts.get(group, (None, 0))
+        known, count = self._updates.get(group, (None, 0))
         if known is not step:  # the first update, or a checkpoint was restored
             count = int(step)
-        self._counts[group] = (step, count + 1)
+        self._updates[group] = (step, count + 1)
         step += 1
         return count + 1

@@ -1,4 +1,7 @@
-"""Build learning rate schedules of DeepSpeed and transformers, and set them to a step."""
+"""Build learning rate schedules of transformers, and of stages of a run, and set them to a step.
+
+DeepSpeed makes its own schedules of the run from its dict.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from deepspeed.runtime import lr_schedules
+from deepspeed.runtime import lr_schedules as deepspeed_schedules
 from torch.optim.lr_scheduler import LambdaLR
 
 from zero_tp.base.settings.schedule import TRANSFORMERS_SCHEDULES, Schedule
 
-ONE_STEP_AHEAD = (lr_schedules.LRRangeTest, lr_schedules.OneCycle)
+ONE_STEP_AHEAD = (deepspeed_schedules.LRRangeTest, deepspeed_schedules.OneCycle)
 """Schedules whose formulas use `last_batch_iteration + 1`; others use it as it is."""
 
 
@@ -84,7 +87,7 @@ def make_schedule(schedule: Schedule, optimizer: Any) -> Any:
     """Return a schedule object of DeepSpeed or transformers that sets an optimizer's rates."""
     make = transformers_schedule(schedule)
     if make is None:
-        make = functools.partial(getattr(lr_schedules, schedule.type), **schedule.arguments)
+        make = functools.partial(getattr(deepspeed_schedules, schedule.type), **schedule.arguments)
     return make(optimizer)
 
 

@@ -1,4 +1,4 @@
-"""Decide whether a step updates the weights."""
+"""Find steps whose loss or gradient norm is a spike."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zero_tp.parallel.topology import Topology
 
 
 class StepVeto:
-    """Skips a step with gradients that are not finite, or with a spike, on all ranks alike.
+    """Skips a step with a spike, on all ranks alike.
 
-    DeepSpeed finds gradients that are not finite by itself where it clips
-    (`facts.deepspeed_clips`).
+    Gradients that are not finite are found by `AdamWUpdate.step`, `ZeroStage0` or DeepSpeed. The
+    step's figures pass through here, so that the update reads them together with its norm.
 
     Attributes:
         recent: [loss, norm] of the last steps, for the next judgement; checkpoints save it.

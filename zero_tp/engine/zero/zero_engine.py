@@ -95,7 +95,7 @@ class ZeroEngine(ABC):
         loss_scale: of fp16; None in another dtype.
         lock_step: all DP ranks must run the same number of forwards, because each forward
             communicates over DP.
-        veto: decides whether a step updates the weights.
+        veto: finds spikes, whose steps update nothing.
         average: of the masters (`start_average`); None: none is kept.
         compiled: the update runs in compiled kernels, where a stage has some.
         native_schedule_start: DeepSpeed's schedules start where DeepSpeed starts them
@@ -120,7 +120,7 @@ class ZeroEngine(ABC):
         # With expert parallelism each forward exchanges tokens over DP.
         self.lock_step = type(self).lock_step or topology.expert > 1
         self._config = deepspeed_dict(settings, topology.data)
-        self._scheduler = transformers_schedule(settings.scheduler)
+        self._schedule_factory = transformers_schedule(settings.scheduler)
         self.veto = veto
         self.average: WeightAverage | None = None
 
@@ -133,8 +133,8 @@ class ZeroEngine(ABC):
 
         Args:
             trainable: parameters for the config's optimizer (by default torch's fused AdamW:
-                `choose_implementation` in base/settings/optimizer.py), or an optimizer whose update
-                is element-wise.
+                `choose_implementation` in base/settings/optimizer.py), or an optimizer:
+                `MatrixOptimizer`, or a Trainer's, whose update must be element-wise.
         """
         # By default cuBLAS may round partial sums of 16-bit products to 16 bits. Under TP the
         # products have other shapes, so the results would differ from the plain run's by more than
@@ -151,7 +151,7 @@ class ZeroEngine(ABC):
                 model=model,
                 config=self._config,
                 mpu=self.topology,
-                lr_scheduler=self._scheduler,
+                lr_scheduler=self._schedule_factory,
                 **{argument: trainable},
             )
         # If the mpu lacks a method, DeepSpeed may count other replicas without an error.
@@ -180,8 +180,8 @@ class ZeroEngine(ABC):
     @property
     def updates(self) -> int:
         """Return the number of steps that have updated the weights."""
-        engine = self.deepspeed_engine
-        return int(engine.global_steps - engine.skipped_steps)
+        deepspeed_engine = self.deepspeed_engine
+        return int(deepspeed_engine.global_steps - deepspeed_engine.skipped_steps)
 
     def replace_schedule(self, schedule: Schedule | None, factor: float, start: int) -> None:
         """Take the rates of the next steps from another schedule.
@@ -213,11 +213,11 @@ class ZeroEngine(ABC):
 
         Call it between steps.
         """
-        engine = self.deepspeed_engine
-        engine.set_train_micro_batch_size(micro_batch)
+        deepspeed_engine = self.deepspeed_engine
+        deepspeed_engine.set_train_micro_batch_size(micro_batch)
         samples = micro_batch * accumulation * self.topology.data
-        engine.set_train_batch_size(samples)
-        engine.tput_timer.batch_size = samples
+        deepspeed_engine.set_train_batch_size(samples)
+        deepspeed_engine.tput_timer.batch_size = samples
         # The ZeRO optimizers have read it, too.
         if hasattr(self.optimizer, "gradient_accumulation_steps"):
             self.optimizer.gradient_accumulation_steps = accumulation
@@ -226,8 +226,10 @@ class ZeroEngine(ABC):
     def _align_micro_steps(self) -> None:
         # DeepSpeed steps when this count is a multiple of the accumulation, which may differ from
         # the saved run's or the stage's before.
-        engine = self.deepspeed_engine
-        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+        deepspeed_engine = self.deepspeed_engine
+        deepspeed_engine.micro_steps = (
+            deepspeed_engine.global_steps * deepspeed_engine.gradient_accumulation_steps()
+        )
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run a micro-batch's backward, in fp16 of the scaled loss, with DeepSpeed's options."""

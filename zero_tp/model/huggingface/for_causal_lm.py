@@ -21,7 +21,7 @@ from zero_tp.parallel.lock_step import uneven_forwards
 
 class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
     """A `CausalLM` as a PreTrainedModel. Like transformers' models it also returns logits during
-    evaluation.
+    evaluation, unless losses alone are asked for (`reduction="none"`).
     """
 
     _tied_weights_keys = {"head.weight": "transformer.embedding.word.weight"}  # noqa: RUF012
@@ -33,7 +33,7 @@ class ZeroTPForCausalLM(CausalLM, HuggingFaceModel, GenerationMixin):
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")  # as transformers' own models
     @with_signature_of(CausalLM.forward, hidden="shift_labels")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run `CausalLM.forward`, with logits in an evaluation.
+        """Run `CausalLM.forward`, with logits in an evaluation that does not ask for losses alone.
 
         Args:
             kwargs: transformers' arguments that `CausalLM.forward` lacks may be None or False.

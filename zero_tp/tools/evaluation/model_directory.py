@@ -234,6 +234,7 @@ class ModelDirectory:
             )
         manifest = self.checkpoint.manifest
         verify_checkpoint(self.checkpoint)
+        # Each parameter takes this rank's shard from the reader as it is made (`fill`).
         source = CheckpointReader(self.path, manifest)
         model = ZeroTPForCausalLM(self.config, topology, source=source, dtype=dtype, device=device)
         if manifest.generation is not None:

@@ -54,11 +54,11 @@ def sliding_windows(tokens: Tokens, sequence_length: int, stride: int) -> Iterat
     #
     # Each of 1 to 7 is scored once; all but the first window's have s - o tokens before them or
     # more.
-    start, scored = 0, 0  # the window reads tokens [start, start + s); `scored` targets are done
-    while scored < targets:
+    start, done = 0, 0  # the window reads tokens [start, start + s); `done` targets are scored
+    while done < targets:
         end = min(start + sequence_length, targets)
-        yield Row(tokens[start : end + 1], end - scored)
-        scored = end
+        yield Row(tokens[start : end + 1], end - done)
+        done = end
         start += stride
 
 

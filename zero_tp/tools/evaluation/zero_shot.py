@@ -196,6 +196,7 @@ def evaluate(
     )
     if world > 1:
         check_same_weights(loaded.module, topology, directory.path)
+    results = {task.name: _run_timed(task, loaded) for task in tasks}
     return {
         "model": {
             "path": str(directory.path),
@@ -211,7 +212,7 @@ def evaluate(
             | {"sequence_length": window, "device": device, "data_parallel": topology.data}
         ),
         "versions": versions(PACKAGES),
-        "tasks": {task.name: _timed(task, loaded) for task in tasks},
+        "tasks": results,
     }
 
 
@@ -259,7 +260,7 @@ def _choose_device(requested: str | None, world: int) -> str:
     return device
 
 
-def _timed(task: Task, model: EvalModel) -> dict[str, Any]:
+def _run_timed(task: Task, model: EvalModel) -> dict[str, Any]:
     """Run the task and return its metrics with its speed.
 
     The added keys are `seconds`, and the tokens scored and computed per second.
