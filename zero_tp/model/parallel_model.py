@@ -100,6 +100,7 @@ class ParallelModel(WrapperChecks, ABC):
     ) -> None:
         config = self.config
         self.topology = topology or Topology()
+        self.topology.check_backend(torch.device(device))
         self.seed = seed
         self.architecture = architecture_of(config)
         # A copy, because values such as `rope_parameters` can be changed in place.
@@ -236,6 +237,7 @@ class ParallelModel(WrapperChecks, ABC):
         """
         moved = super()._apply(*arguments, **options)
         device = next(self.parameters()).device
+        self.topology.check_backend(device)
         follows_weights = self._random_device is None and device.type != "meta"
         if follows_weights and device != self.streams.generator_device:
             # In place, because dropout modules and recomputation hold them.

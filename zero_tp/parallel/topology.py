@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from zero_tp.base.errors import ConfigError, UserError, shown
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
 MAX_RANKS = 2**20
@@ -186,6 +187,25 @@ class Topology:
             group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER
         )
         return own
+
+    def check_backend(self, device: torch.device) -> None:
+        """Refuse to send an accelerator's tensors over gloo.
+
+        Raises:
+            UserError: several ranks, a model on an accelerator, and groups that use gloo for it.
+        """
+        import torch.distributed as dist
+
+        if device.type in ("cpu", "meta") or self.tensor_group is None or self.world == 1:
+            return
+        # The world's, which all groups have, as in "cpu:gloo,cuda:nccl".
+        backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+        if backends.get(device.type) == "gloo":
+            raise UserError(
+                f"process group: its backend for {device.type} is gloo, over which no parallel "
+                "run on an accelerator was compared with the plain one; call init_process_group "
+                "without a backend, and leave ddp_backend out of TrainingArguments"
+            )
 
     def tensor_members(self) -> list[list[int]]:
         """Return the global ranks of every TP group."""
