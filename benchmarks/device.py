@@ -3,6 +3,7 @@ with the plan.
 
     python -m benchmarks.device --output benchmarks/results/
     python -m benchmarks.device --tiny          # the same code on CPU, with tiny sizes
+    python -m benchmarks.device --full          # a session's figures: benchmarks/device_full.py
 
 The runs go the way of launch/pretrain.py: a checked config, `connect_deepspeed`, `TrainingEngine`;
 weights and tokens are random, and each run is a process of its own. The first model is also run
@@ -51,21 +52,37 @@ def llama(
     }
 
 
+def olmoe(hidden: int, layers: int, heads: int, mlp: int, experts: int) -> dict[str, Any]:
+    experts_per_token = {"num_experts": experts, "num_experts_per_tok": min(8, experts // 2)}
+    return llama(hidden, layers, heads, heads, mlp, 50_304) | {
+        "model_type": "olmoe",
+        **experts_per_token,
+    }
+
+
+TINY = llama(64, 2, 4, 2, 128, 512)
+
+
 class Row(NamedTuple):
-    """A model, the samples of its micro-batch, and its `KEY=VALUE` overrides of `settings`."""
+    """A model, the samples of its micro-batch, and its `KEY=VALUE` overrides of `settings`.
+
+    Attributes:
+        tiny: the model that stands for it on CPU.
+    """
 
     model: dict[str, Any]
     micro: int
     changes: tuple[str, ...] = ()
+    tiny: dict[str, Any] = TINY  # never changed
 
 
-TINY = llama(64, 2, 4, 2, 128, 512)
 FULL = "zero_tp.recompute=full"
 OFFLOADED = 'zero_optimization.offload_optimizer={"device": "cpu", "pin_memory": true}'
 ROWS = {
     "1.3b": Row(llama(2048, 24, 16, 16, 5504, 32_000), 8),
     "3b-recomputed": Row(llama(3072, 28, 24, 8, 8192, 32_000), 8, (FULL,)),
     "8b-recomputed-offloaded": Row(llama(4096, 32, 32, 8, 14_336, 128_256), 8, (FULL, OFFLOADED)),
+    "olmoe-6-layers": Row(olmoe(2048, 6, 16, 1024, 64), 4, tiny=olmoe(64, 2, 4, 32, 4)),
 }
 
 
@@ -125,7 +142,7 @@ def settings(row: Row, options: argparse.Namespace) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 1},
         "zero_tp": {
-            "model": TINY if options.tiny else row.model,
+            "model": row.tiny if options.tiny else row.model,
             "parallel": {"tensor": options.ranks},
             "data": {"train": "none", "sequence_length": TINY_LENGTH if options.tiny else LENGTH},
             "training": {"steps": options.steps, "seed": 1},
@@ -225,11 +242,23 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="directory for the dated result")
+    parser.add_argument("--full", action="store_true", help="see benchmarks/device_full.py")
+    parser.add_argument("--before", type=Path, metavar="DIR", help="an older tree, with --full")
+    parser.add_argument("--part", choices=("A", "B"), help="of --full (default: both)")
+    parser.add_argument(
+        "--seconds", type=float, default=270, help="limit of a part (default: %(default)s)"
+    )
     options = parser.parse_args()
     if not options.tiny and (
         os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available()
     ):
         parser.error("there is no accelerator here; --tiny runs the same code on CPU")
+    if options.full:
+        from benchmarks.device_full import run_full
+
+        if options.output is None:
+            parser.error("--full needs --output DIR, where it writes each result and looks first")
+        run_full(options)
     first, *others = options.rows
     elsewhere = [
         ITEMS[name].transformers if options.ranks > 1 else ITEMS[name].several

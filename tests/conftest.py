@@ -245,9 +245,10 @@ def shared_file() -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def run_seed() -> int:
     """One fresh seed for all proofs of parity (or ZERO_TP_TEST_SEED), so that the plain runs are
-    computed once.
+    computed once. All of pytest's workers have the same.
     """
-    seed = _fresh_seed(10**6)
+    session = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    seed = int(os.environ.get("ZERO_TP_TEST_SEED") or random.Random(session).randrange(10**6))
     print(f"repeat with ZERO_TP_TEST_SEED={seed}")
     return seed
 

@@ -1,29 +1,33 @@
 """Runs on a CUDA device train the plain model of a CPU: `pytest -m cuda tests/cuda`.
 
-The comparisons of training/test_matrix.py, with TP 1 on one rank of NCCL, in a process of its own:
-DeepSpeed's accelerator is the CPU in this one.
+The comparisons of run/test_matrix.py, with TP 1 on one rank of NCCL, in processes of their own:
+DeepSpeed's accelerator is the CPU in pytest's.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.support.closeness import first_decided, of_bf16, of_fp32
+from tests.support.device_runs import (
+    launch_once,
+    require_device,
+    shared_directory,
+    trace_of,
+    train_runs,
+    write_run,
+)
 from tests.support.families import EXPERTS, FAMILIES
 from tests.support.matrix import FACTORS, Cell, config_of
 from tests.support.plain_run import CLIP, Trace
 
 pytestmark = pytest.mark.cuda
 
+CASE = ("cell", "family", "compiled")
 ONE_RANK = ("TP 1", "no SP")
 STAGES = [f"ZeRO-{stage}" for stage in range(4)]
 CELLS: list[tuple[Cell, str, bool]] = [
@@ -68,33 +72,31 @@ def _seed(seed: int, cell: Cell, family: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, run_seed: int) -> Path:
-    """The folder of traces: NAME/trace.pt, or NAME/error."""
-    assert torch.cuda.is_available()
-    folder = tmp_path_factory.mktemp("runs")
-    for cell, family, compiled in CELLS:
-        config = config_of(cell, _seed(run_seed, cell, family), family)
-        config["zero_tp"]["compile"] = compiled
-        place = folder / name_of(cell, family, compiled)
-        place.mkdir()
-        (place / "run.json").write_text(json.dumps(config))
-    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
-    command = [sys.executable, "-m", "tests.cuda.training_rank", str(folder)]
-    subprocess.run(command, env=environment, check=True, timeout=1200)
-    return folder
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, run_seed: int
+) -> Path:
+    """The folder of the selected runs' traces, launched by one of pytest's workers."""
+    require_device()
+
+    def launch(folder: Path) -> None:
+        for item in request.session.items:
+            if getattr(item, "originalname", "") != test_a_run_trains_the_plain_model.__name__:
+                continue
+            cell, family, compiled = (item.callspec.params[name] for name in CASE)  # type: ignore[attr-defined]
+            config = config_of(cell, _seed(run_seed, cell, family), family)
+            config["zero_tp"]["compile"] = compiled
+            write_run(folder, name_of(cell, family, compiled), config)
+        train_runs(folder)
+
+    return launch_once(shared_directory(tmp_path_factory, "training"), launch)
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(
-    ("cell", "family", "compiled"), [pytest.param(*case, id=name_of(*case)) for case in CELLS]
-)
+@pytest.mark.parametrize(CASE, [pytest.param(*case, id=name_of(*case)) for case in CELLS])
 def test_a_run_trains_the_plain_model(
     results: Path, run_seed: int, cell: Cell, family: str, compiled: bool
 ) -> None:
-    place = results / name_of(cell, family, compiled)
-    error = place / "error"
-    assert not error.exists(), error.read_text()
-    values: dict[str, Any] = torch.load(place / "trace.pt")
+    values = trace_of(results, name_of(cell, family, compiled))
     trace, seed, stage = (
         Trace(**values),
         _seed(run_seed, cell, family),

@@ -196,7 +196,7 @@ class Topology:
         """
         import torch.distributed as dist
 
-        if device.type in ("cpu", "meta") or self.tensor_group is None or self.world == 1:
+        if device.type in ("cpu", "meta") or self.world == 1 or not dist.is_initialized():
             return
         # The world's, which all groups have, as in "cpu:gloo,cuda:nccl".
         backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
