@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import time
 from typing import Any
 
@@ -38,19 +37,19 @@ REPEATS = 20
 
 
 def device_versions() -> dict[str, Any]:
+    """Return versions, with those of cuDNN and NCCL."""
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else None
     return provenance() | {"versions": versions(PACKAGES), "cudnn": cudnn, "nccl": nccl}
 
 
-def attention(device: torch.device) -> dict[str, Any]:
-    """Return the line that a run of the first row prints."""
+def attention(device: torch.device) -> list[str]:
+    """Return the lines that a run of the first row prints."""
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**ROWS["1.3b"].model)
     spec = architecture_of(config).spec(config)
-    lines = describe_attention(spec, device, torch.bfloat16, LENGTH, 1, documents=False)
-    return {"lines": list(lines)}
+    return [*describe_attention(spec, device, torch.bfloat16, LENGTH, 1, documents=False)]
 
 
 def seconds_of(device: torch.device, run: Any, repeats: int) -> float:
@@ -90,9 +89,8 @@ def clocks(device: torch.device) -> dict[str, Any]:
 
 def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = sys.argv[1]
-    fact = {"versions": lambda _: device_versions(), "attention": attention, "clocks": clocks}
-    print(json.dumps(fact[name](device)))
+    lines = {"attention": attention(device), "clocks": clocks(device)}
+    print(json.dumps(device_versions() | lines))
 
 
 if __name__ == "__main__":

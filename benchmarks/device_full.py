@@ -14,6 +14,7 @@ repeats what failed. A part ends after `--seconds`, and says what it left out.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -29,6 +30,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import psutil
 
 from benchmarks.dated import ROOT
 from benchmarks.device import ROWS, settings
@@ -133,10 +136,14 @@ def run_python(
 
 def end_session(process: subprocess.Popen[str]) -> None:
     """Kill a process and what it has started."""
-    try:
+    family = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = psutil.Process(process.pid).children(recursive=True)
+    for child in family:  # ranks have sessions of their own
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    with contextlib.suppress(ProcessLookupError):  # all have ended
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all have ended
     process.wait()
 
 
@@ -175,15 +182,15 @@ class Contender:
     """A process of benchmarks/device_contender.py. It imports at once, and builds when asked."""
 
     def __init__(self, words: list[str], tree: Path, options: argparse.Namespace):
-        self._log = tempfile.TemporaryFile("w+")
         self._directory = tempfile.TemporaryDirectory()
+        self._log = Path(self._directory.name) / "log"
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(HERE / "device_contender.py"), *words],
             cwd=self._directory.name,
             env=environment(tree, options),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._log,
+            stderr=os.open(self._log, os.O_WRONLY | os.O_CREAT),
             text=True,
             start_new_session=True,
         )
@@ -209,13 +216,12 @@ class Contender:
         return answer
 
     def _failure(self) -> dict[str, Any]:
-        self._log.seek(0)
-        errors = self._log.read()
+        self._process.wait()
+        errors = self._log.read_text()
         return {"failed": reason(errors), "output": errors[-3000:]}
 
     def close(self) -> None:
         end_session(self._process)
-        self._log.close()
         self._directory.cleanup()
 
 
@@ -307,9 +313,8 @@ def large_micro_batch(options: argparse.Namespace, limit: float) -> dict[str, An
 
 
 def part_a(results: Results, options: argparse.Namespace) -> Iterator[Item]:
-    for fact in ("versions", "attention", "clocks"):
-        words = ["-m", "benchmarks.device_facts", fact]
-        yield Item(fact, lambda limit, words=words: json_of(words, limit, options))
+    words = ["-m", "benchmarks.device_facts"]
+    yield Item("versions, attention, clocks", lambda limit: json_of(words, limit, options))
     for model in MODELS:
         yield from trained(model, results, options)
 

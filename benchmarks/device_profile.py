@@ -97,7 +97,8 @@ def profile_step(step: Callable[[], object], device: torch.device) -> dict[str, 
         if device.type == "cuda":
             torch.cuda.synchronize()
     results: Any = profiler.profiler
-    kernels, calls = [], []
+    kernels: list[Span] = []
+    calls: list[Span] = []
     for event in results.kineto_results.events():
         span = Span(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
         on_device = event.device_type() != torch.autograd.DeviceType.CPU
