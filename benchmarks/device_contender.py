@@ -94,7 +94,7 @@ class Contender:
             get_accelerator().synchronize()
             seconds.append(time.perf_counter() - begin)
         batch = self._config.micro_batch * self._config.zero_tp.data.sequence_length
-        record = {
+        record: dict[str, Any] = {
             "milliseconds": [1e3 * each for each in seconds],
             "tokens_per_second": [batch / each for each in seconds],
             "losses": losses,
@@ -128,7 +128,7 @@ def main() -> None:
     for request in sys.stdin:
         name, *words = request.split()
         # An error ends the process: its last line says why, and the next turn starts another.
-        answer = {"time": contender.time, "profile": contender.profile}[name](*words)
+        answer = contender.time(*words) if name == "time" else contender.profile()
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,7 +149,7 @@ def end_session(process: subprocess.Popen[str]) -> None:
 
 
 def json_of(
-    words: list[str], limit: float, options: argparse.Namespace, tree: Path = ROOT
+    words: list[str], tree: Path, options: argparse.Namespace, limit: float
 ) -> dict[str, Any]:
     """Return what a program prints as its last line, or why it failed."""
     done = run_python(words, limit, tree, options)
@@ -164,7 +165,7 @@ def reason(errors: str) -> str:
     return lines[-1] if lines else (errors.strip().splitlines() or ["no output"])[-1]
 
 
-def test_result(nodes: str, limit: float, options: argparse.Namespace) -> dict[str, Any]:
+def test_result(nodes: str, options: argparse.Namespace, limit: float) -> dict[str, Any]:
     """Run tests of tests/cuda."""
     node = str(ROOT / nodes)
     words = ["-m", "pytest", "-m", "cuda", "-s", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
@@ -255,10 +256,6 @@ class Pool:
 
     def turn(self, name: str, limit: float) -> dict[str, Any]:
         """Let a contender train; "kept" is whether it stays alive."""
-        if not self._alive:
-            # All import while the first builds its engine.
-            for other in self.trees:
-                self.start(other)
         record = self.ask(name, f"time {self._options.steps}", limit)
         self._peak_gib = max(self._peak_gib, record.get("reserved_gib", 0.0))
         # Another of this size must fit beside it.
@@ -270,6 +267,10 @@ class Pool:
 
     def ask(self, name: str, request: str, limit: float) -> dict[str, Any]:
         """Return a contender's answer; one that gives none is stopped."""
+        if not self._alive:
+            # All import while the first builds its engine.
+            for other in self.trees:
+                self.start(other)
         try:
             answer = self.start(name).ask(request, limit)
         except LeftOut:
@@ -294,10 +295,10 @@ def trained(model: str, results: Results, options: argparse.Namespace) -> Iterat
             if number == 3 and not all(record.get("kept", True) for record in earlier):
                 return
             for name, turn in zip(pool.trees, turns, strict=True):
-                yield Item(turn, lambda limit, name=name: pool.turn(name, limit))
+                # Before its turn, after which it may have to end.
                 if number == 1:
-                    profile = f"{model}, {name}, profile"
-                    yield Item(profile, lambda limit, name=name: pool.ask(name, "profile", limit))
+                    yield Item(f"{model}, {name}, profile", partial(pool.ask, name, "profile"))
+                yield Item(turn, partial(pool.turn, name))
 
 
 def large_micro_batch(options: argparse.Namespace, limit: float) -> dict[str, Any]:
@@ -313,26 +314,25 @@ def large_micro_batch(options: argparse.Namespace, limit: float) -> dict[str, An
 
 
 def part_a(results: Results, options: argparse.Namespace) -> Iterator[Item]:
-    words = ["-m", "benchmarks.device_facts"]
-    yield Item("versions, attention, clocks", lambda limit: json_of(words, limit, options))
+    """Yield the facts, then turns and profiles of each model."""
+    facts = partial(json_of, ["-m", "benchmarks.device_facts"], ROOT, options)
+    yield Item("versions, attention, clocks", facts)
     for model in MODELS:
         yield from trained(model, results, options)
 
 
 def part_b(results: Results, options: argparse.Namespace) -> Iterator[Item]:
+    """Yield the runs that are compared, then times; what comes last is cut first."""
     for name, nodes in TESTS.items():
-        yield Item(name, lambda limit, nodes=nodes: test_result(nodes, limit, options))
-    ranks = ["-m", "torch.distributed.run", "--nproc_per_node=4", "--standalone"]
-    words = [*ranks, "-m", "benchmarks.device_gloo"]
-    yield Item("gloo's collectives", lambda limit: json_of(words, limit, options))
-    yield Item("micro-batch 16", lambda limit: large_micro_batch(options, limit))
-    trees = {"this": ROOT}
-    if options.before is not None:
-        trees = {"before": options.before.resolve()} | trees
-    for name, tree in trees.items():
+        yield Item(name, partial(test_result, nodes, options))
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=4", "--standalone"]
+    words = [*launcher, "-m", "benchmarks.device_gloo"]
+    yield Item("gloo's collectives", partial(json_of, words, ROOT, options))
+    yield Item("micro-batch 16", partial(large_micro_batch, options))
+    before = {} if options.before is None else {"before": options.before.resolve()}
+    for name, tree in (before | {"this": ROOT}).items():
         words = [str(HERE / "device_pieces.py"), name]
-        item = f"pieces, {name}"
-        yield Item(item, lambda limit, words=words, tree=tree: json_of(words, limit, options, tree))
+        yield Item(f"pieces, {name}", partial(json_of, words, tree, options))
 
 
 PARTS = {"A": part_a, "B": part_b}

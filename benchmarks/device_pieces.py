@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 REPEATS = 20
 EPSILON = 1e-5
-ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
 
 
 class Sizes(NamedTuple):
@@ -117,7 +118,7 @@ def pieces_before(inputs: Inputs, ops: Any) -> dict[str, Callable[[], Piece]]:
     from zero_tp.models.norm import _rms_norm, _rows_gradient, _weight_gradient  # type: ignore[import-not-found]
     from zero_tp.models.position import _rotate_rows  # type: ignore[import-not-found]
 
-    from zero_tp.parallel import loss
+    loss: Any = import_module("zero_tp.parallel.loss")
 
     def scan() -> Piece:
         from deepspeed.runtime.utils import has_inf_or_nan
@@ -132,15 +133,14 @@ def pieces_before(inputs: Inputs, ops: Any) -> dict[str, Callable[[], Piece]]:
     def update() -> Piece:
         gradient, master, first, second, weight = inputs.update()
         step = torch.ones((), device=inputs.device)
+        settings = {name: value for name, value in ADAMW.items() if name != "betas"}
+        settings |= dict(zip(("beta1", "beta2"), ADAMW["betas"], strict=True))
 
         def run() -> None:
             wide = gradient.float().mul_(0.5)
+            update_fused: Any = torch._fused_adamw_
             states = [[master], [wide], [first], [second], [], [step]]
-            settings = dict(ADAMW)
-            beta1, beta2 = settings.pop("betas")
-            torch._fused_adamw_(
-                *states, beta1=beta1, beta2=beta2, amsgrad=False, maximize=False, **settings
-            )
+            update_fused(*states, **settings, amsgrad=False, maximize=False)
             weight.copy_(master)
 
         return Piece(run, 28 * master.numel())
@@ -238,8 +238,8 @@ def pieces_of_this_tree(inputs: Inputs, ops: Any) -> dict[str, Callable[[], Piec
 
     def rotation() -> Piece:
         query, key = inputs.heads(), inputs.heads()
-        angles = (inputs.angles(inputs.sizes.head // 2) for _ in range(2))
-        turn = Rotation(*angles, False, False)
+        cosine, sine = (inputs.angles(inputs.sizes.head // 2) for _ in range(2))
+        turn = Rotation(cosine, sine, False, False)
         return Piece(partial(_rotate_in_place, query, key, turn, ops), 4 * _bytes(query))
 
     def rotation_backward() -> Piece:

@@ -21,6 +21,7 @@ from benchmarks import device_full, device_profile, device_torch
 from benchmarks.device import ROWS, settings
 from benchmarks.device_full import FILE, Contender, Item, LeftOut, Pool, Results, run_full
 from benchmarks.device_profile import Span, summarise
+from tests.support.device_cells import CELLS, name_of
 from tests.support.launched import ROOT
 from tests.tiers import THOROUGH
 
@@ -78,8 +79,11 @@ def parts_of(items: list[Item]) -> Any:
 def test_a_second_run_skips_what_is_there_and_repeats_what_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers = {"first": [{}], "second": [{"failed": "no memory"}, {}]}
-    measured = []
+    answers: dict[str, list[dict[str, Any]]] = {
+        "first": [{}],
+        "second": [{"failed": "no memory"}, {}],
+    }
+    measured: list[str] = []
 
     def item(name: str) -> Item:
         def measure(limit: float) -> dict[str, Any]:
@@ -107,7 +111,7 @@ def test_a_part_ends_in_time_and_names_what_it_left_out(
     words = ["-c", "import time; time.sleep(60)"]
     items = [
         Item("quick", lambda limit: {"limit": limit}),
-        Item("endless", lambda limit: device_full.json_of(words, limit, options)),
+        Item("endless", lambda limit: device_full.json_of(words, ROOT, options, limit)),
         Item("later", lambda limit: pytest.fail("begun")),
     ]
     begin = time.monotonic()
@@ -121,7 +125,7 @@ def test_a_part_ends_in_time_and_names_what_it_left_out(
 
 def test_a_program_that_fails_says_why(tmp_path: Path) -> None:
     words = ["-c", "print('noise'); raise RuntimeError('CUDA out of memory')"]
-    record = device_full.json_of(words, 60, options_of(tmp_path))
+    record = device_full.json_of(words, ROOT, options_of(tmp_path), 60)
     assert record["failed"] == "RuntimeError: CUDA out of memory"
 
 
@@ -167,7 +171,11 @@ def test_contenders_stay_alive_while_another_fits_else_two_rounds(
     made = mock.Mock()
     made.return_value.ask.side_effect = lambda request, limit: dict(answer)
     pools: list[Pool] = []
-    keep = lambda *words: pools.append(Pool(*words)) or pools[-1]  # noqa: E731
+
+    def keep(*words: Any) -> Pool:
+        pools.append(Pool(*words))
+        return pools[-1]
+
     with (
         mock.patch.object(device_full, "Contender", made),
         mock.patch.object(device_full, "Pool", keep),
@@ -209,11 +217,18 @@ def full_run(directory: Path, part: str, *words: str) -> subprocess.CompletedPro
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=1000)
 
 
+def files_of(tree: Path) -> set[Path]:
+    """Return a tree's files, without the bytecode of this test's own process."""
+    folders = [tree / name for name in ("benchmarks", "tests", "zero_tp", "launch")]
+    files = (path for folder in folders for path in folder.rglob("*"))
+    return {path for path in files if "__pycache__" not in path.parts} | {*tree.iterdir()}
+
+
 @THOROUGH
 @pytest.mark.timeout(2000)
 def test_part_a_in_small(tmp_path: Path) -> None:
     """This tree stands for the older one, too. A second run measures nothing."""
-    listed = {path: path.stat().st_mtime_ns for path in (ROOT / "benchmarks").rglob("*")}
+    before = files_of(ROOT)
     done = full_run(tmp_path, "A", "--before", str(ROOT))
     assert done.returncode == 0, done.stdout + done.stderr
     records = Results(tmp_path).records
@@ -223,7 +238,7 @@ def test_part_a_in_small(tmp_path: Path) -> None:
         plain = records[f"{model}, transformers, round 1"]["losses"]
         assert plain == pytest.approx(records[f"{model}, this, round 1"]["losses"], rel=0.05)
         assert records[f"{model}, this, profile"]["launches"] > 100
-    assert {path: path.stat().st_mtime_ns for path in (ROOT / "benchmarks").rglob("*")} == listed
+    assert files_of(ROOT) == before
     again = full_run(tmp_path, "A", "--before", str(ROOT))
     assert again.returncode == 0 and again.stdout == ""
 
@@ -252,8 +267,6 @@ def test_the_order_of_part_b(tmp_path: Path) -> None:
 
 
 def test_the_tests_of_part_b_exist() -> None:
-    from tests.cuda.test_training import CELLS, name_of
-
     assert {*device_full.PARITY} <= {name_of(*case) for case in CELLS}
     for nodes in device_full.TESTS.values():
         assert (ROOT / nodes.split("::")[0]).exists()

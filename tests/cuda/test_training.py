@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.closeness import first_decided, of_bf16, of_fp32
+from tests.support.device_cells import CELLS, name_of
 from tests.support.device_runs import (
     launch_once,
     require_device,
@@ -21,46 +22,12 @@ from tests.support.device_runs import (
     train_runs,
     write_run,
 )
-from tests.support.families import EXPERTS, FAMILIES
-from tests.support.matrix import FACTORS, Cell, config_of
+from tests.support.matrix import Cell, config_of
 from tests.support.plain_run import CLIP, Trace
 
 pytestmark = pytest.mark.cuda
 
 CASE = ("cell", "family", "compiled")
-ONE_RANK = ("TP 1", "no SP")
-STAGES = [f"ZeRO-{stage}" for stage in range(4)]
-CELLS: list[tuple[Cell, str, bool]] = [
-    *(
-        ((*ONE_RANK, stage, "none", "no offload", "× 3", dtype), "gpt2", False)
-        for stage in STAGES
-        for dtype in FACTORS["dtype"]
-        if stage in ("ZeRO-1", "ZeRO-2") or dtype != "bf16, fp32 accumulation"
-    ),
-    *(
-        ((*ONE_RANK, "ZeRO-1", recompute, "no offload", "× 3", "bf16"), "gpt2", False)
-        for recompute in FACTORS["recompute"]
-        if recompute != "none" and "P_a" not in recompute
-    ),
-    ((*ONE_RANK, "ZeRO-1", "none", "optimizer offloaded", "× 3", "fp32"), "gpt2", False),
-    ((*ONE_RANK, "ZeRO-2", "full, cpu", "optimizer offloaded", "× 3", "bf16"), "gpt2", False),
-    ((*ONE_RANK, "ZeRO-3", "full", "all offloaded", "× 3", "bf16"), "gpt2", False),
-    ((*ONE_RANK, "ZeRO-3", "full, contiguous", "all offloaded", "× 1", "fp32"), "gpt2", False),
-    *(
-        ((*ONE_RANK, "ZeRO-1", "none", "no offload", "× 1", "fp32"), family, False)
-        for family in (*FAMILIES, *EXPERTS)
-    ),
-    *(
-        ((*ONE_RANK, "ZeRO-2", "selective", "no offload", "× 3", "fp32"), family, True)
-        for family in FAMILIES
-    ),
-    ((*ONE_RANK, "ZeRO-2", "selective", "no offload", "× 3", "bf16"), "gpt2", True),
-    ((*ONE_RANK, "ZeRO-3", "none", "no offload", "× 1", "bf16"), next(iter(EXPERTS)), True),
-]
-
-
-def name_of(cell: Cell, family: str, compiled: bool) -> str:
-    return " ".join((family, *cell[2:], *["compiled"] * compiled))
 
 
 def _micro_batches(cell: Cell) -> int:
