@@ -96,9 +96,12 @@ class Results:
 
 def environment(tree: Path, options: argparse.Namespace) -> dict[str, str]:
     """Return the variables of a process that runs a tree's code and writes nothing into it."""
+    # What is installed elsewhere, but not this tree before the older one.
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [str(tree), *(path for path in others if path and Path(path).resolve() != ROOT)]
     variables = {
         **os.environ,
-        "PYTHONPATH": str(tree),
+        "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONPYCACHEPREFIX": str(CACHE / "bytecode"),
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(CACHE)),
     }

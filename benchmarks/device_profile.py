@@ -100,6 +100,8 @@ def profile_step(step: Callable[[], object], device: torch.device) -> dict[str, 
     kernels: list[Span] = []
     calls: list[Span] = []
     for event in results.kineto_results.events():
+        if event.is_user_annotation():  # a range of others, on the device, too
+            continue
         span = Span(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
         on_device = event.device_type() != torch.autograd.DeviceType.CPU
         (kernels if on_device else calls).append(span)
