@@ -52,12 +52,9 @@ def llama(
     }
 
 
-def olmoe(hidden: int, layers: int, heads: int, mlp: int, experts: int) -> dict[str, Any]:
-    experts_per_token = {"num_experts": experts, "num_experts_per_tok": min(8, experts // 2)}
-    return llama(hidden, layers, heads, heads, mlp, 50_304) | {
-        "model_type": "olmoe",
-        **experts_per_token,
-    }
+def olmoe(sizes: dict[str, Any], experts: int, experts_per_token: int) -> dict[str, Any]:
+    counts = {"num_experts": experts, "num_experts_per_tok": experts_per_token}
+    return {**sizes, "model_type": "olmoe", **counts}
 
 
 TINY = llama(64, 2, 4, 2, 128, 512)
@@ -82,7 +79,11 @@ ROWS = {
     "1.3b": Row(llama(2048, 24, 16, 16, 5504, 32_000), 8),
     "3b-recomputed": Row(llama(3072, 28, 24, 8, 8192, 32_000), 8, (FULL,)),
     "8b-recomputed-offloaded": Row(llama(4096, 32, 32, 8, 14_336, 128_256), 8, (FULL, OFFLOADED)),
-    "olmoe-6-layers": Row(olmoe(2048, 6, 16, 1024, 64), 4, tiny=olmoe(64, 2, 4, 32, 4)),
+    "olmoe-6-layers": Row(
+        olmoe(llama(2048, 6, 16, 16, 1024, 50_304), 64, 8),
+        4,
+        tiny=olmoe(llama(64, 2, 4, 4, 32, 512), 4, 2),
+    ),
 }
 
 

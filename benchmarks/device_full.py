@@ -50,7 +50,11 @@ PARITY = (
 )
 PARITY_TEST = "tests/cuda/test_training.py::test_a_run_trains_the_plain_model"
 TESTS = {
-    **{f"parity: {name}": f"{PARITY_TEST}[{name}]" for name in PARITY},
+    # pytest escapes what is not ASCII.
+    **{
+        f"parity: {name}": f"{PARITY_TEST}[{name.encode('unicode_escape').decode()}]"
+        for name in PARITY
+    },
     "a NaN step": "tests/cuda/test_nonfinite.py",
     "stop and resume": "tests/cuda/test_resume.py",
     "several ranks on one device": "tests/cuda/test_one_device.py",

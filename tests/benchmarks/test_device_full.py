@@ -266,6 +266,16 @@ def test_the_order_of_part_b(tmp_path: Path) -> None:
     assert all(name.startswith("parity: ") for name in names[:3])
 
 
+@THOROUGH
+def test_pytest_collects_the_tests_of_part_b(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", "--collect-only", "-q"]
+    command += [f"-c{ROOT / 'setup.cfg'}", f"--rootdir={ROOT}", "-p", "no:cacheprovider"]
+    nodes = [str(ROOT / nodes) for nodes in device_full.TESTS.values()]
+    done = subprocess.run([*command, *nodes], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("test_a_run_trains_the_plain_model") == len(device_full.PARITY)
+
+
 def test_the_tests_of_part_b_exist() -> None:
     assert {*device_full.PARITY} <= {name_of(*case) for case in CELLS}
     for nodes in device_full.TESTS.values():
