@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.dated import provenance
 from benchmarks.device import LENGTH, ROWS
+from zero_tp.base.versions import versions
 from zero_tp.model.architectures import architecture_of
 from zero_tp.model.attention_kernel import describe_attention
-from zero_tp.run.checkpoint.manifest import versions
 
 PACKAGES = ("torch", "triton", "deepspeed", "transformers", "accelerate", "numpy")
 QUERY = (

@@ -203,7 +203,7 @@ def pieces_before(inputs: Inputs, ops: Any) -> dict[str, Callable[[], Piece]]:
 
 def pieces_of_this_tree(inputs: Inputs, ops: Any) -> dict[str, Callable[[], Piece]]:
     """Return the pieces as this tree computes them; the norm finds an overflow, so no scan."""
-    from zero_tp.engine.zero.adamw import adamw_scalars, update_adamw
+    from zero_tp.engine.zero.adamw import adamw_scalars, update_adamw_compiled
     from zero_tp.model.mlp import _gated_gradient
     from zero_tp.model.position import (
         Rotation,
@@ -223,7 +223,9 @@ def pieces_of_this_tree(inputs: Inputs, ops: Any) -> dict[str, Callable[[], Piec
     def update() -> Piece:
         parts = inputs.update()
         scalars = adamw_scalars(ADAMW, 1, 0.5, inputs.device)
-        return Piece(partial(ops.map_rows, update_adamw, parts, scalars), 28 * parts[1].numel())
+        return Piece(
+            partial(ops.map_rows, update_adamw_compiled, parts, scalars), 28 * parts[1].numel()
+        )
 
     def norm_backward() -> Piece:
         rows = (inputs.rows(), inputs.rows(), inputs.scale(), inputs.rows())
@@ -254,9 +256,13 @@ def pieces_of_this_tree(inputs: Inputs, ops: Any) -> dict[str, Callable[[], Piec
         valid = inputs.sizes.vocabulary
 
         def run() -> None:
-            scores = loss._row_scores(logits, target, valid, None, ops, False)
-            maximum, factor = scores.maximum, scores.factor
-            loss._to_logit_gradients_(logits, target, valid, maximum, factor, LogitMap(), ops)
+            absent = torch.zeros_like(target, dtype=torch.bool)
+            rows = loss._all_gather_rows(logits, target, absent, valid, None, ops, False)
+            sums = loss._Sums(logits.device, 0.0).tensors(False)
+            others = (0.0, valid, LogitMap(), True)
+            gradients = ops.map_rows(loss._add_rows_, (absent, absent, *rows), *sums, *others)
+            arguments = (gradients, valid, LogitMap(), ops)
+            loss._to_logit_gradients_(logits, target, rows[0], *arguments)
 
         return Piece(run, 3 * _bytes(logits))
 
