@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from zero_tp.base.errors import UserError
 
-# In the loss, 2^16 to 2^20 are equally fast, and 2^15 is slower (benchmarks/tried.md).
-CACHE_ELEMENTS = 2**18
-"""Elements of a chunk that fits a CPU core's cache: 1 MiB in fp32."""
+# 2^18 to 2^20 are equally fast, smaller and larger ones slower (benchmarks/tried.md).
+CACHE_ELEMENTS = 2**19
+"""Elements of a chunk that fits a CPU core's cache: 2 MiB in fp32."""
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -46,8 +46,8 @@ class ElementwiseOps:
         """Yield the rows of each chunk of `rows` [n, *].
 
         Args:
-            accelerator_elements: maximum elements of a chunk on an accelerator; None: all rows are
-                one chunk.
+            accelerator_elements: elements of a chunk on an accelerator; None: all rows are one
+                chunk.
         """
         # The threads of torch divide a chunk, and each has its core's cache.
         limit = (
@@ -55,11 +55,12 @@ class ElementwiseOps:
             if rows.device.type == "cpu"
             else accelerator_elements
         )
-        count = rows.shape[0]
-        step = max(1, count if limit is None else limit * count // max(1, rows.numel()))
+        # Nearly equal chunks, whose size is the nearest to the limit: 2.2 times the limit are two.
+        count = max(1, rows.shape[0])
+        pieces = 1 if limit is None else min(count, max(1, round(rows.numel() / limit)))
+        step = -(-count // pieces)
         yield from (
-            slice(start, min(count, start + step))
-            for start in self.chunk_starts(max(1, count), step)
+            slice(start, min(count, start + step)) for start in self.chunk_starts(count, step)
         )
 
     def map_rows(

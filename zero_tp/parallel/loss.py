@@ -133,11 +133,11 @@ class _Sums:
         return total / denominator, self.correct, mean, self.squares / denominator
 
 
-def _max_and_sum_exp(logits: Tensor, valid: int) -> tuple[Tensor, Tensor]:
-    """Return each row's maximum and the sum of exp(logit - maximum), fp32 [n]."""
+def _max_and_sum_exp_(logits: Tensor, maximum: Tensor, total: Tensor, valid: int) -> None:
+    """Write each row's maximum and the sum of exp(logit - maximum), fp32 [n]."""
     wide = mask_padding_(logits.float(), valid)
-    maximum = wide.amax(1)
-    return maximum, (wide - maximum.unsqueeze(1)).exp_().sum(1)
+    torch.amax(wide, 1, out=maximum)
+    torch.sum((wide - maximum.unsqueeze(1)).exp_(), 1, out=total)
 
 
 def _argmax(logits: Tensor, valid: int) -> Tensor:
@@ -158,8 +158,10 @@ def _to_probabilities_(
     logits: Tensor, maximum: Tensor, factor: Tensor, valid: int, logit_map: LogitMap
 ) -> None:
     """Overwrite mapped logits by their probabilities, times the map's slope."""
-    slope = logit_map.slope(logits.float())
-    logits.copy_(_probabilities(logits, maximum, factor, valid).mul_(slope))
+    gradient = _probabilities(logits, maximum, factor, valid)
+    if logit_map != LogitMap():
+        gradient.mul_(logit_map.slope(logits.float()))
+    logits.copy_(gradient)
 
 
 def _target_logits(column: Tensor, is_absent: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,9 +186,9 @@ def _all_gather_rows(
     [n, t, 3]; a fourth of them with `accuracy`: whether the target is the rank's argmax.
     """
     # The maximum is subtracted so that exp cannot overflow in fp32, which ends at exp(88.7).
-    maximum, total = ops.map_rows(
-        _max_and_sum_exp, (logits,), valid, accelerator_elements=SLICE_ELEMENTS
-    )
+    maximum, total = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
+    rows = (logits, maximum, total)
+    ops.map_rows(_max_and_sum_exp_, rows, valid, accelerator_elements=SLICE_ELEMENTS)
     own, target_logit = ops.map_rows(_target_logits, (column, is_absent, logits))
     extra = [target_logit]
     if accuracy:
