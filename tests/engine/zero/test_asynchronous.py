@@ -175,7 +175,7 @@ def train(engine: Any, first: int, last: int, accelerator: AsynchronousAccelerat
             accelerator.checker.waits.clear()
         own = batch_of(step).chunk(engine.topology.data)[engine.topology.data_rank]
         engine.run_step([(rows[:, :-1], rows[:, 1:]) for rows in own.chunk(ACCUMULATION)])
-        done.append((engine._figures, engine._norm))
+        done.append((engine._loss_and_figures, engine._norm))
     waits = {} if accelerator is None else dict(accelerator.checker.waits)
     unjoined = [] if accelerator is None else accelerator.checker.unjoined()
     faults = [] if accelerator is None else list(accelerator.checker.faults)
