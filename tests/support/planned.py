@@ -103,9 +103,10 @@ def bind_alone(optimizer: MatrixOptimizer, model: ParallelModel, zero: ZeroEngin
         optimizer.bind(model, zero.fragments(), zero.updated_tensors())
 
 
-def initialize_alone(engine: Any, settings: Any, param_groups: Any) -> None:
+def initialize_alone(engine: Any, param_groups: Any) -> None:
     """`TrainingEngine._initialize_deepspeed` in such a world."""
-    trainable = trainable_of(engine.model, param_groups, settings.optimizer, engine.dtype)
+    optimizer = engine.zero.settings.optimizer
+    trainable = trainable_of(engine.model, param_groups, optimizer, engine.dtype)
     engine.zero.initialize(engine.model, trainable)
     if isinstance(trainable, MatrixOptimizer):
         bind_alone(trainable, engine.model, engine.zero)

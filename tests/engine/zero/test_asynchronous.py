@@ -67,6 +67,8 @@ READS = {
     ),
     ZERO_3: ("complete_grad_norm_calculation_for_cpu_offload",),
     "zero_tp/engine/zero/zero_stages.py:": ("_clip",),  # without ZeRO, norm and clipping are ours
+    # Of a tensor on the host, which is the simulated device, too.
+    "zero_tp/engine/zero/adamw_update.py:": ("_unscaling",),
 }
 """Where the host reads a value during a step: norms, and whether the gradients are finite,
 before the update.
