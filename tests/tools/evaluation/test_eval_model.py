@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from zero_tp.parallel.topology import Topology
 from zero_tp.tools.evaluation.eval_model import EvalModel, ParallelScorer
 from zero_tp.tools.evaluation.model_directory import open_directory
 from zero_tp.tools.evaluation.settings import TaskOptions
-from zero_tp.tools.evaluation.zero_shot import check_same_weights, make_tasks
+from zero_tp.tools.evaluation.zero_shot import check_same_step, check_same_weights, make_tasks
 
 
 @pytest.fixture
@@ -126,6 +127,21 @@ def test_ranks_with_different_requests_are_refused(
 ) -> None:
     with pytest.raises(Exception, match=r"the requests of a task: SHA-256 .* on rank 0 "):
         ranks(2).run(other_texts, model, tmp_path)
+
+
+def found_steps(steps: list[int | None]) -> str:
+    directory: Any = SimpleNamespace(step=steps[torch.distributed.get_rank()])
+    try:
+        check_same_step(directory)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_checkpoints_are_refused(ranks: Pools) -> None:
+    assert ranks(2).run(found_steps, [None, None]) == ranks(2).run(found_steps, [20, 20])
+    for error in ranks(2).run(found_steps, [20, 40]):
+        assert "give RUN/checkpoints/step_N: step 20 on rank 0" in error
 
 
 def weights_of_seeds(directory: Path, tensor: int, seeds: list[int]) -> str:

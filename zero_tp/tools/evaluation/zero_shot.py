@@ -20,7 +20,7 @@ from zero_tp.data.documents import check_files
 from zero_tp.parallel.topology import Topology
 from zero_tp.tools.evaluation.choices import check_choice_file
 from zero_tp.tools.evaluation.lambada import LambadaTask
-from zero_tp.tools.evaluation.model_directory import open_directory
+from zero_tp.tools.evaluation.model_directory import ModelDirectory, open_directory
 from zero_tp.tools.evaluation.perplexity import PerplexityTask, WikitextTask
 from zero_tp.tools.evaluation.settings import EvaluationSettings, TaskOptions
 from zero_tp.tools.evaluation.task import (
@@ -190,6 +190,7 @@ def evaluate(
         # parallelism: without gradients it saves little memory.
         topology, own_device = connect(environment, device, settings.tensor_parallel)
         device = str(own_device)
+        check_same_step(directory)
     # Weights are read last, after everything that can be refused without them.
     loaded = directory.load(
         settings.dtype, device, topology, batch_size=settings.batch_size, window=window
@@ -214,6 +215,20 @@ def evaluate(
         "versions": versions(PACKAGES),
         "tasks": results,
     }
+
+
+def check_same_step(directory: ModelDirectory) -> None:
+    """Check that all ranks have found the same checkpoint of a run, which may still save.
+
+    Collective.
+
+    Raises:
+        UserError: on every rank.
+    """
+    from zero_tp.parallel.agreement import require_same_on_all_ranks
+
+    problem = "--model: the ranks found different checkpoints; give RUN/checkpoints/step_N"
+    require_same_on_all_ranks({problem: f"step {directory.step}"})
 
 
 def check_same_weights(model: nn.Module, topology: Topology, path: Path) -> None:
