@@ -23,20 +23,23 @@ os.environ.clear()
 os.environ.update(_variables)
 
 import contextlib
+import gc
 import importlib.metadata
 import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from datetime import date
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
 from tests.support.fast import is_fast
-from tests.support.launched import furnish
-from tests.support.pools import Pool, Pools
 from tests.support.waits import patience
+
+if TYPE_CHECKING:  # pytest-xdist's workers start once this file is imported: torch can wait
+    from tests.support.pools import Pool, Pools
 
 COLLECTED = pytest.StashKey[list[str]]()
 RANK_FIXTURES = {"ranks", "own_ranks", "workplace"}
@@ -84,6 +87,22 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("fast")
 
 
+def pytest_sessionstart() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Let no later collection of garbage look at the libraries and at what pytest knows of each
+    test: a second each, and ten at the end of a worker.
+    """
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.freeze()
+
+
 def part(text: str) -> tuple[int, int]:
     """Return (K, N) of "K/N", or of "week/N", whose K moves on each week; ValueError unless 1 <=
     K <= N.
@@ -104,6 +123,24 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(
+    collector: pytest.Collector, name: str, obj: object
+) -> list[pytest.Item] | None:
+    """With --fast, make no items of a function that is slow."""
+    is_left_out = (
+        collector.config.option.fast
+        and name.startswith("test_")
+        and callable(obj)
+        and (any(mark.name == "slow" for mark in _marks(obj)) or not is_fast(obj))
+    )
+    return [] if is_left_out else None
+
+
+def _marks(function: object) -> list[pytest.Mark]:
+    return list(getattr(function, "pytestmark", []))
+
+
 @pytest.hookimpl(wrapper=True)  # around -k and -m
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
@@ -111,7 +148,7 @@ def pytest_collection_modifyitems(
     session.stash[COLLECTED] = [item.nodeid for item in items]
     result = yield
     if config.option.fast:
-        keep_fast(config, items)
+        keep_first_cases(config, items)
     # The longest files first, so that at the end no worker is left alone with one.
     long = {item.path for item in items if RANK_FIXTURES & {*getattr(item, "fixturenames", ())}}
     long |= {
@@ -130,18 +167,17 @@ def pytest_collection_modifyitems(
     return result
 
 
-def keep_fast(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect all but the first case of each fast test that is not marked slow."""
+def keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect all but the first case of each test, and cases that are marked slow."""
     functions = set[object]()
-    fast, slow = list[pytest.Item](), list[pytest.Item]()
+    first, others = list[pytest.Item](), list[pytest.Item]()
     for item in items:
         function = getattr(item, "function", None)
-        is_first = function not in functions
+        is_first = function not in functions and item.get_closest_marker("slow") is None
         functions.add(function)
-        is_slow = item.get_closest_marker("slow") is not None or not is_fast(function)
-        (fast if is_first and not is_slow else slow).append(item)
-    config.hook.pytest_deselected(items=slow)
-    items[:] = fast
+        (first if is_first else others).append(item)
+    config.hook.pytest_deselected(items=others)
+    items[:] = first
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest-timeout's own
@@ -168,6 +204,8 @@ def ranks() -> Iterator[Pools]:
     """`ranks(4).run(function, *args)` runs a module-level function on 4 gloo ranks; see
     tests/support/pools.py.
     """
+    from tests.support.pools import Pools
+
     pools = Pools()
     yield pools
     pools.close()
@@ -260,6 +298,8 @@ def _fresh_seed(limit: int) -> int:
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a prepared corpus and a small config; its runs stay for the tests after."""
+    from tests.support.launched import furnish
+
     return furnish(tmp_path_factory.mktemp("workplace"))
 
 
@@ -268,6 +308,8 @@ def own_ranks(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """`WORLD` ranks of a test file, which no other file uses: a simulated accelerator stays
     registered in a process.
     """
+    from tests.support.pools import Pool
+
     pool = Pool(request.module.WORLD)
     yield pool
     pool.kill()

@@ -103,6 +103,7 @@ def test_a_second_run_skips_what_is_there_and_repeats_what_failed(
     assert measured == ["first", "second", "second"]
 
 
+@pytest.mark.slow
 def test_a_part_ends_in_time_and_names_what_it_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

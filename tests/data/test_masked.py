@@ -194,6 +194,7 @@ def test_statistics_on_real_text(corpora: dict[str, Path], seed: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_one_segment_without_sentence_order(corpora: dict[str, Path], seed: int) -> None:
     samples = samples_of(corpora["sentences"], seed, order=False)
     vocabulary, texts = samples.row_builder.masking.vocabulary, documents(samples)
@@ -208,6 +209,7 @@ def test_one_segment_without_sentence_order(corpora: dict[str, Path], seed: int)
         assert f" {ids[1 : used - 1].tolist()} "[2:-2] in str(texts[document])
 
 
+@pytest.mark.slow
 @given(
     micro=st.integers(1, 4),
     accumulation=st.integers(1, 3),

@@ -36,6 +36,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return make
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(
     micro=st.integers(1, 4),
@@ -107,6 +108,7 @@ def test_a_sample_depends_on_its_number_alone(corpus: Corpus) -> None:
     assert epochs[0] == far * 7 // 10 // 25
 
 
+@pytest.mark.slow
 def test_blend_matches_largest_deficit_and_its_proportions(corpus: Corpus) -> None:
     weights = [0.5, 0.3, 0.2]
     samples = PackedSamples(
@@ -137,6 +139,7 @@ def test_blend_covers_epochs_across_periods(
             assert set(places[part].tolist()) == set(range(windows))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=10)
 @given(st.lists(st.floats(0.01, 100), min_size=2, max_size=5))
 def test_shares_follow_the_weights(weights: list[float]) -> None:

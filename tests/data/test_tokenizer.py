@@ -147,6 +147,7 @@ print("torch" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_sentences_are_kept_as_sequences_and_the_tokens_stay_the_same(tmp_path: Path) -> None:
     for name, kind in (("wordpiece", "wordpiece:400"), ("bpe", "bpe:400")):
         plain = run(tmp_path, f"{name}-plain", texts=SPEECHES, tokenizer=kind).output

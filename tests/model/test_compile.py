@@ -309,6 +309,7 @@ def test_a_compiled_loss_is_the_one_as_written(
     elementwise._compiled.cache_clear()
 
 
+@pytest.mark.slow
 def test_halves_of_one_tensor_rotate_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """For any number of rows; `torch.compile` would compile in the size of the shared tensor."""
     elementwise._compiled.cache_clear()

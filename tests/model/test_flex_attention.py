@@ -77,6 +77,7 @@ def mathematics_of_flex() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @EACH_CORE
 @examples(6, 25)
@@ -114,6 +115,7 @@ def test_outputs_and_gradients_are_those_of_eager_scores(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @EACH_CORE
 def test_a_model_computes_what_transformers_class_does(eager: str) -> None:

@@ -123,6 +123,7 @@ def test_multi_token_prediction_is_left_out_with_a_line(
     check_close({"logits": found}, {"logits": expected})
 
 
+@pytest.mark.slow
 def test_a_layer_of_that_number_is_read(tmp_path: Path) -> None:
     """A model that is deeper than the published ones leaves nothing out."""
     sizes = {"num_hidden_layers": 48, "mlp_layer_types": ["dense"] * 47 + ["sparse"]}

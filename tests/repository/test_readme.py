@@ -80,6 +80,7 @@ COMMANDS_OF_PAGES = [
 ]
 
 
+@pytest.mark.slow
 def test_the_runs_that_are_started_have_right_configs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +107,7 @@ def test_the_runs_that_are_started_have_right_configs(
     assert len(sizes) > 8 and 8 in sizes
 
 
+@pytest.mark.slow
 def test_the_commands_are_such_as_the_parser_takes() -> None:
     assert len(COMMANDS_OF_PAGES) > 30
     for _, words in COMMANDS_OF_PAGES:

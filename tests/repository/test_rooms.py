@@ -11,6 +11,10 @@ from graphlib import TopologicalSorter
 from itertools import chain
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SHELVES = ("base", "parallel", "data", "model", "engine", "run", "tools", "commands")
 """In the order of docs/architecture.md: a shelf imports itself and those before it."""

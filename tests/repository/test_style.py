@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 VAGUE = {
     *(
@@ -124,7 +126,6 @@ def test_names_are_words_that_someone_would_search_for() -> None:
     assert not vague, "\n".join(vague)
 
 
-@pytest.mark.slow
 def test_helpers_of_tests_have_such_names_too() -> None:
     """Their functions, classes and constants; `tests/support/` is read by every author of a
     test.

@@ -9,7 +9,6 @@ def test_c(): ...                   fast
 
 from __future__ import annotations
 
-import dis
 import functools
 import importlib
 import inspect
@@ -27,7 +26,8 @@ SLOW = {
     "zero_tp.tools.planning.memory.rank_memory",
     *("tests.support.simulated_steps.watched", "tests.support.simulated_steps.watched_step"),
     *("transformers.trainer.Trainer", "tests.support.harness.reference"),
-    *("tests.conftest._packaged", "tests.conftest.shared_file"),
+    *("tests.conftest._packaged", "tests.conftest.shared_file", "tests.conftest.workplace"),
+    *("tests.conftest.ranks", "tests.conftest.own_ranks"),
 }
 """Processes, pauses, dry runs, whole trainings, the reference harness, real checkpoints and real
 texts.
@@ -92,17 +92,15 @@ def _references(reached: type | types.FunctionType) -> list[Any]:
 
 
 def _globals(code: types.CodeType, namespace: dict[str, Any]) -> Iterator[Any]:
-    """Yield the global values that a function's code loads; of a module, also the attribute that
-    it reads.
+    """Yield the global values that a function's code names; of a module, also what it names there.
+
+    Which attribute is of which module the names do not tell, so a few tests too many are slow.
     """
-    instructions = list(dis.get_instructions(code))
-    for instruction, after in zip(instructions, [*instructions[1:], None], strict=True):
-        if instruction.opname != "LOAD_GLOBAL" or instruction.argval not in namespace:
-            continue
-        value = namespace[instruction.argval]
+    for name in code.co_names:
+        value = namespace.get(name)
         yield value
-        if isinstance(value, types.ModuleType) and after is not None:
-            yield getattr(value, str(after.argval), None)
+        if isinstance(value, types.ModuleType):
+            yield from map(vars(value).get, code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _globals(constant, namespace)

@@ -26,6 +26,7 @@ def forward(x):
 """
 
 
+@pytest.mark.slow
 def test_every_mutant_applies() -> None:
     mutants = read_table(TABLE.read_text())
     assert len(mutants) > 40 and all(mutant.tests for mutant in mutants.values())

@@ -39,6 +39,7 @@ def problems(config: Any) -> list[str]:
     return [error.json_path + ": " + error.message for error in validator().iter_errors(config)]
 
 
+@pytest.mark.slow
 def test_the_configs_that_are_shipped_and_shown_are_valid() -> None:
     shown = re.findall(r"```json\n(\{.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     texts = [path.read_text() for path in sorted((ROOT / "ds_configs").glob("*.json"))] + shown
@@ -47,6 +48,7 @@ def test_the_configs_that_are_shipped_and_shown_are_valid() -> None:
         assert not problems(json.loads(text) | {"$schema": "zero_tp.schema.json"})
 
 
+@pytest.mark.slow
 def test_auto_is_valid_where_the_run_decides_and_nowhere_else() -> None:
     for path in AUTO:
         name, config = path.rpartition(".")[2], changed({path: "auto"})

@@ -80,6 +80,7 @@ def test_words_that_are_not_cut_give_what_tokenizers_give() -> None:
     assert ours["model"]["merges"] == json.loads(whole.to_str())["model"]["merges"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cased", in_tiers([False, True], [False]))
 def test_a_wordpiece_vocabulary_is_that_of_tokenizers_and_the_same_each_time(
     tmp_path: Path, cased: bool

@@ -63,6 +63,7 @@ def one_at_a_time(directory: Path, pairs: list[tuple[str, str]]) -> tuple[list[b
     return right, losses
 
 
+@pytest.mark.slow
 def test_equals_one_passage_at_a_time(model: Path, tmp_path: Path) -> None:
     pairs = [
         ("one two three and four", "four"),
@@ -89,6 +90,7 @@ def test_equals_one_passage_at_a_time(model: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_longer_passages_are_cut_on_the_left(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "lambada.txt"
     file.write_text("other " * 200 + "one two three and four four\none two three and four four\n")

@@ -96,6 +96,7 @@ def exchanged(
     return messages, peak - before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", in_tiers(["bf16", "fp32"], ["bf16"]))
 @pytest.mark.parametrize(
     ("model_type", "stage", "tensor"),

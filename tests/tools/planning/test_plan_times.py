@@ -33,6 +33,7 @@ def efficiencies_on_512_gpus() -> tuple[float, float]:
     return after.speed / published.B1_2.speed, overlapping.speed / published.B1_2.speed
 
 
+@pytest.mark.slow
 def test_megatrons_readme_on_512_gpus() -> None:
     """Within 5 points."""
     assert efficiencies_on_512_gpus() == pytest.approx((0.60, 0.76), abs=0.05)

@@ -175,6 +175,7 @@ def chance(seed: int) -> random.Random:
     return random.Random(seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", in_tiers(list(CASES), FIRST))
 def test_a_corpus_has_the_documents(tmp_path: Path, chance: random.Random, name: str) -> None:
     """In their order, eos last and once, whatever the windows; the split is that of raw files."""
@@ -194,6 +195,7 @@ def test_a_corpus_has_the_documents(tmp_path: Path, chance: random.Random, name:
     assert corpus_sha256(tmp_path / "out") == corpus_sha256(tmp_path / "raw out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", ["before", "after"])
 def test_shards_may_cut_documents(tmp_path: Path, chance: random.Random, position: str) -> None:
     """Anywhere: some shards hold a part of a document, some begin or end with the eos."""

@@ -52,6 +52,7 @@ def stream(seed: int) -> list[int]:
     return draw_stream(random.Random(seed), 400)
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_writes_the_same_bytes(tmp_path: Path, stream: list[int]) -> None:
     first, second = (
         write_flat(tmp_path / f"{number}.bin", part)
@@ -193,6 +194,7 @@ def test_the_kth_smallest_of_many(seed: int) -> None:
         assert kth_smallest(lambda: parts, k) == np.sort(drawn)[k - 1]
 
 
+@pytest.mark.slow
 def test_a_run_equals_that_on_prepared_text(tmp_path: Path, seed: int) -> None:
     """The same documents, once as text and once as tokens, give the same files and fingerprint."""
     tokenizer = trained_tokenizer(tmp_path)
