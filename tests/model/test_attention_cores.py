@@ -87,9 +87,11 @@ def test_output_and_gradients(
     assert distance(given.grad, exact.grad) < allowed
     for found, terms in zip(sinks, columns, strict=True):
         assert found.grad is not None and terms.grad is not None
-        # Terms of both signs cancel, and each is rounded.
-        error = found.grad.double() - terms.grad.sum((0, 2, 3))
-        assert error.norm() < allowed * terms.grad.norm()
+        # Terms of both signs cancel, and each is rounded; so is their sum, which can be larger.
+        total = terms.grad.sum((0, 2, 3))
+        error = found.grad.double() - total
+        rounding = torch.finfo(dtype).eps * total.norm()
+        assert error.norm() < allowed * terms.grad.norm() + rounding
 
 
 @settings(max_examples=25)
