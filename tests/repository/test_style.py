@@ -62,18 +62,19 @@ PRINTERS = {
 
 
 @cache
-def trees() -> dict[str, ast.Module]:
+def library() -> dict[str, list[ast.AST]]:
+    """Return all nodes of each file of the library."""
     return {
-        str(path.relative_to(ROOT)): ast.parse(path.read_text())
+        str(path.relative_to(ROOT)): [*ast.walk(ast.parse(path.read_text()))]
         for path in sorted((ROOT / "zero_tp").rglob("*.py"))
     }
 
 
-def identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def identifiers(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield (line, name) of the classes, functions, arguments and variables that a module
     defines.
     """
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
                 yield node.lineno, node.name
@@ -109,8 +110,8 @@ def sentences_of(text: str) -> Iterator[str]:
         yield " ".join(sentence.split())
 
 
-def docstrings(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+def docstrings(nodes: list[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield ast.get_docstring(node) or ""
 
@@ -119,8 +120,8 @@ def test_names_are_words_that_someone_would_search_for() -> None:
     assert len(ALLOWED) <= 10
     vague = [
         f"{path}:{line} {name}"
-        for path, tree in trees().items()
-        for line, name in identifiers(tree)
+        for path, nodes in library().items()
+        for line, name in identifiers(nodes)
         if name.strip("_") not in ALLOWED and VAGUE.intersection(words_of(name))
     ]
     assert not vague, "\n".join(vague)
@@ -143,8 +144,8 @@ def test_helpers_of_tests_have_such_names_too() -> None:
 def test_a_class_name_means_one_class() -> None:
     names = Counter(
         node.name
-        for tree in trees().values()
-        for node in ast.walk(tree)
+        for nodes in library().values()
+        for node in nodes
         if isinstance(node, ast.ClassDef)
     )
     assert not [name for name, count in names.items() if count > 1]
@@ -154,8 +155,8 @@ def test_what_is_printed_cannot_act_on_a_terminal() -> None:
     """Names of files, models and corpora hold whatever their users put there."""
     calls = [
         f"{path}:{node.lineno}: print(…) instead of show(…)"
-        for path, tree in trees().items()
-        for node in ast.walk(tree)
+        for path, nodes in library().items()
+        for node in nodes
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and path not in PRINTERS
     ]
     assert not calls, "\n".join(calls)
@@ -165,8 +166,8 @@ def test_functions_are_short() -> None:
     """Without their docstrings."""
     long = [
         f"{path}:{node.lineno} {node.name}"
-        for path, tree in trees().items()
-        for node in ast.walk(tree)
+        for path, nodes in library().items()
+        for node in nodes
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         and code_lines(node) > FUNCTION_LINES
     ]
@@ -184,7 +185,7 @@ def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 @pytest.mark.parametrize("kind", ["docstrings", "docs"])
 def test_sentences_are_short(kind: str) -> None:
     if kind == "docstrings":
-        texts = [(path, text) for path, tree in trees().items() for text in docstrings(tree)]
+        texts = [(path, text) for path, nodes in library().items() for text in docstrings(nodes)]
     else:
         pages = [
             ROOT / "README.md",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import itertools
 import os
 import re
@@ -65,7 +66,7 @@ class Mutant:
         try:
             source = (repository / self.file).read_text()
             mutated = _replace(
-                source, self._fragment(_definition(ast.parse(source), self.scope)), self.new
+                source, self._fragment(_definition(_parsed(source), self.scope)), self.new
             )
             compile(mutated, self.file, "exec")
         except (OSError, LookupError, SyntaxError, ValueError) as error:
@@ -74,14 +75,20 @@ class Mutant:
 
     def _fragment(self, scope: ast.AST) -> ast.expr | ast.stmt:
         (parsed,) = ast.parse(self.old).body
-        wanted = ast.dump(parsed.value if isinstance(parsed, ast.Expr) else parsed)
-        nodes = (node for node in ast.walk(scope) if isinstance(node, ast.expr | ast.stmt))
+        fragment = parsed.value if isinstance(parsed, ast.Expr) else parsed
+        wanted = ast.dump(fragment)
+        nodes = (node for node in ast.walk(scope) if isinstance(node, type(fragment)))
         matches = [node for node in nodes if ast.dump(node) == wanted]
         if len(matches) != 1:
             raise LookupError(
                 f"expected this fragment once, found it {len(matches)} times: {self.old}"
             )
         return matches[0]
+
+
+@functools.cache  # a file has many mutants
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 def read_table(text: str) -> dict[str, Mutant]:
