@@ -174,7 +174,7 @@ MISTAKES: list[tuple[tuple[Any, str], Callable[..., object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("place", "mistake", "words"), MISTAKES)
+@pytest.mark.parametrize(("place", "mistake", "words"), in_tiers(MISTAKES, MISTAKES[::2]))
 def test_what_waits_is_seen(
     place: tuple[Any, str], mistake: Callable[..., object], words: str
 ) -> None:

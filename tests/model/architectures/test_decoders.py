@@ -131,7 +131,13 @@ def test_logits_loss_and_every_gradient(
 
 
 @pytest.mark.parametrize("world", in_tiers([2, 4], [4]))
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ENCODERS])
+@pytest.mark.parametrize(
+    "family",
+    in_tiers(
+        [family for family in FAMILIES if family not in ENCODERS],
+        ["grouped queries", "fewer KV heads than TP", "output norms"],
+    ),
+)
 def test_each_family(ranks: Pools, seed: int, world: int, family: str) -> None:
     """The same for what has to come up: grouped, replicated and unevenly used KV heads, windows,
     a padding token.
