@@ -24,6 +24,17 @@ from torch import Tensor
 
 REPEATS = 20
 EPSILON = 1e-5
+NAMES = (
+    "squared norm",
+    "one parameter's update",
+    "RMSNorm backward with the residual's gradient",
+    "sum and norm",
+    "SwiGLU backward",
+    "Q and K rotated",
+    "rotation backward",
+    "the loss's block",
+    "grouped-query gradient",
+)
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
 
 
@@ -187,18 +198,9 @@ def pieces_before(inputs: Inputs, ops: Any) -> dict[str, Callable[[], Piece]]:
 
         return Piece(run, 3 * _bytes(logits))
 
-    return {
-        "overflow scan": scan,
-        "squared norm": norm,
-        "one parameter's update": update,
-        "RMSNorm backward with the residual's gradient": norm_backward,
-        "sum and norm": sum_and_norm,
-        "SwiGLU backward": partial(_swiglu, inputs, ops, _gated_gradient),
-        "Q and K rotated": rotation,
-        "rotation backward": rotation_backward,
-        "the loss's block": loss_block,
-        "grouped-query gradient": partial(grouped_gradient, inputs),
-    }
+    swiglu = partial(_swiglu, inputs, ops, _gated_gradient)
+    rows = (norm_backward, sum_and_norm, swiglu, rotation, rotation_backward)
+    return {"overflow scan": scan, **_named(inputs, norm, update, *rows, loss_block)}
 
 
 def pieces_of_this_tree(inputs: Inputs, ops: Any) -> dict[str, Callable[[], Piece]]:
@@ -266,17 +268,14 @@ def pieces_of_this_tree(inputs: Inputs, ops: Any) -> dict[str, Callable[[], Piec
 
         return Piece(run, 3 * _bytes(logits))
 
-    return {
-        "squared norm": norm,
-        "one parameter's update": update,
-        "RMSNorm backward with the residual's gradient": norm_backward,
-        "sum and norm": sum_and_norm,
-        "SwiGLU backward": partial(_swiglu, inputs, ops, _gated_gradient),
-        "Q and K rotated": rotation,
-        "rotation backward": rotation_backward,
-        "the loss's block": loss_block,
-        "grouped-query gradient": partial(grouped_gradient, inputs),
-    }
+    swiglu = partial(_swiglu, inputs, ops, _gated_gradient)
+    rows = (norm_backward, sum_and_norm, swiglu, rotation, rotation_backward)
+    return _named(inputs, norm, update, *rows, loss_block)
+
+
+def _named(inputs: Inputs, *pieces: Callable[[], Piece]) -> dict[str, Callable[[], Piece]]:
+    """Return pieces in the order of NAMES, with the last one, which is the same in every tree."""
+    return dict(zip(NAMES, (*pieces, partial(grouped_gradient, inputs)), strict=True))
 
 
 def _swiglu(inputs: Inputs, ops: Any, function: Callable[..., Tensor]) -> Piece:

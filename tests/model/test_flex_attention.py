@@ -80,7 +80,7 @@ def mathematics_of_flex() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @EACH_CORE
-@examples(6, 25)
+@examples(3, 25)
 @given(
     numbers=st.none()
     | st.lists(st.lists(st.integers(0, 2), min_size=11, max_size=11), min_size=2, max_size=2),

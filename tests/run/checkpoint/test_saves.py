@@ -20,6 +20,7 @@ import torch
 from tests.support.checkpoint_runs import build, masters_of, steps_of, write_changed, write_config
 from tests.support.pools import Pools
 from tests.support.waits import patience
+from tests.tiers import in_tiers
 from zero_tp.run.checkpoint.directory import (
     TEMPORARY,
     check_content,
@@ -82,8 +83,13 @@ def three_saves(path: str, run: str, full_rank: int | None) -> list[tuple[int, s
     return outcomes
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("full_rank", [0, 1, None])
+@pytest.mark.parametrize(
+    ("full_rank", "background"),
+    in_tiers(
+        [(rank, background) for rank in (0, 1, None) for background in (False, True)],
+        [(0, True), (1, False), (None, True)],
+    ),
+)
 def test_a_failed_save_costs_one_checkpoint(
     ranks: Pools, tmp_path: Path, full_rank: int | None, background: bool
 ) -> None:
