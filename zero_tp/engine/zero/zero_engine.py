@@ -160,10 +160,6 @@ class ZeroEngine(ABC):
             raise RuntimeError(
                 f"DeepSpeed has {replicas} data-parallel ranks, the topology {self.topology.data}"
             )
-        if replicas == 1:
-            # Stage 0 and BF16_Optimizer: the mean over one replica would copy all gradients to a
-            # flat tensor and back.
-            self.deepspeed_engine.allreduce_no_retain = lambda *_, **__: None
         scale_rates(self.scheduler, self.optimizer.param_groups)
         # DeepSpeed has begun its schedule at iteration -1; here the first step gets the schedule's
         # value at 1 (`set_schedule`).

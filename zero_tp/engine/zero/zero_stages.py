@@ -98,6 +98,10 @@ class ZeroStage0(ZeroEngine):
         self._has_fp32_masters = hasattr(self.optimizer, "loss_scale_config")
         if self._has_fp32_masters:
             self._undo_first_step()
+        is_divided = self.deepspeed_engine.gradient_predivide_factor() != 1.0
+        if self.topology.data == 1 and not is_divided:
+            # The mean over one replica would copy all gradients to a flat tensor and back.
+            self.deepspeed_engine.allreduce_no_retain = lambda *_, **__: None
 
     @torch.no_grad()
     def _undo_first_step(self) -> None:
