@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.compare import check_close, grid
@@ -298,18 +298,24 @@ def test_import_and_export_keep_every_bit(
     model.save_pretrained(folder / "ours")
     again = AutoModelForCausalLM.from_pretrained(folder / "ours")
     assert type(again) is type(reference)
-    assert same(again.state_dict(), reference.state_dict())
+    ours, theirs = stored_weights(folder / "ours"), stored_weights(folder / "theirs")
+    assert ours.keys() == theirs.keys()
+    expected = reference.state_dict()
+    if model_type == "youtu":
+        # Its class reads the padding row as zeros, whatever the file has.
+        assert same(ours, theirs)
+        expected = AutoModelForCausalLM.from_pretrained(folder / "theirs").state_dict()
+    assert same(again.state_dict(), expected)
     assert again.generation_config.to_diff_dict() == reference.generation_config.to_diff_dict()
-    assert stored_names(folder / "ours") == stored_names(folder / "theirs")
     assert differing(again.config.to_dict(), reference.config.to_dict()) <= {
         "_name_or_path",
         "architectures",
     }
 
 
-def stored_names(directory: Path) -> set[str]:
-    files = [safe_open(path, framework="pt") for path in directory.glob("*.safetensors")]
-    return {name for file in files for name in file.keys()}  # noqa: SIM118 - it is no dict
+def stored_weights(directory: Path) -> dict[str, torch.Tensor]:
+    files = [load_file(path) for path in directory.glob("*.safetensors")]
+    return {name: weight for file in files for name, weight in file.items()}
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
