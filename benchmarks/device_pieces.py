@@ -205,7 +205,7 @@ def pieces_before(inputs: Inputs, ops: Any) -> dict[str, Callable[[], Piece]]:
 
 def pieces_of_this_tree(inputs: Inputs, ops: Any) -> dict[str, Callable[[], Piece]]:
     """Return the pieces as this tree computes them; the norm finds an overflow, so no scan."""
-    from zero_tp.engine.zero.adamw import adamw_scalars, update_adamw_compiled
+    from zero_tp.engine.zero.adamw import adamw_scalars, update_and_round_compiled
     from zero_tp.model.mlp import _gated_gradient
     from zero_tp.model.position import (
         Rotation,
@@ -226,7 +226,7 @@ def pieces_of_this_tree(inputs: Inputs, ops: Any) -> dict[str, Callable[[], Piec
         parts = inputs.update()
         scalars = adamw_scalars(ADAMW, 1, 0.5, inputs.device)
         return Piece(
-            partial(ops.map_rows, update_adamw_compiled, parts, scalars), 28 * parts[1].numel()
+            partial(ops.map_rows, update_and_round_compiled, parts, scalars), 28 * parts[1].numel()
         )
 
     def norm_backward() -> Piece:

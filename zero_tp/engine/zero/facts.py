@@ -65,6 +65,15 @@ def runs_adamw_update(
     return stage in (1, 2) and fused_adamw and not bf16_optimizer and not offloaded
 
 
+def weights_are_masters(stage: int, dtype: str, *, offloaded: bool) -> bool:
+    """Return whether the optimizer updates a run's weights themselves: they are fp32.
+
+    Under ZeRO-1 and 2 DeepSpeed makes a copy, which `ZeroStage1And2` gives back.
+    """
+    # ZeRO-3 keeps its partitions where its gathers read them.
+    return dtype == "fp32" and stage < 3 and not (stage and offloaded)
+
+
 def copies_gradients(settings: DeepSpeedSettings) -> bool:
     """Return whether a key makes DeepSpeed copy gradients: contiguous (if written), or a cast."""
     zero = settings.zero_optimization

@@ -26,9 +26,13 @@ from torch import Tensor, nn
 
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.base.settings.schema import Spike
-from zero_tp.engine.zero.adamw_update import AdamWUpdate
+from zero_tp.engine.zero.adamw_update import AdamWUpdate, own_weights
 from zero_tp.engine.zero.expert_groups import Trainable
-from zero_tp.engine.zero.facts import keeps_gradients_in_place, uses_bf16_optimizer
+from zero_tp.engine.zero.facts import (
+    keeps_gradients_in_place,
+    uses_bf16_optimizer,
+    weights_are_masters,
+)
 from zero_tp.engine.zero.fragments import Fragment
 from zero_tp.engine.zero.states import MASTER, OptimizerStates, StatesOnNVMe, partition_of
 from zero_tp.engine.zero.veto import StepVeto
@@ -221,6 +225,7 @@ class ZeroStage1And2(ZeroEngine):
         rank 1    A4 B0 B1 B2      of A: Span(4, 0, 1); of B: Span(0, 1, 3)
 
     The weights are whole on every rank; each updates its piece, and an all-gather completes them.
+    Of fp32 weights the masters are a part, not a copy.
     With one replica gradients stay in place (`keeps_gradients_in_place`).
     """
 
@@ -228,6 +233,10 @@ class ZeroStage1And2(ZeroEngine):
 
     def initialize(self, model: ParallelModel, trainable: Trainable) -> None:
         super().initialize(model, trainable)
+        zero = self.settings.zero_optimization
+        offloaded = zero.optimizer_device != "none"
+        if weights_are_masters(zero.stage, self.settings.dtype, offloaded=offloaded):
+            self._drop_masters()
         if keeps_gradients_in_place(self.settings, self.topology.data):
             # DeepSpeed reduces a bucket by the first if gradients are contiguous, else by the
             # second. Over one replica both would only copy.
@@ -252,6 +261,14 @@ class ZeroStage1And2(ZeroEngine):
             return torch.full_like(norm, float("inf")) if is_spike else norm
 
         self.optimizer.scaled_global_norm = norm_or_veto
+
+    def _drop_masters(self) -> None:
+        """Make the masters this rank's part of the weights, which are fp32, too."""
+        optimizer = self.optimizer
+        for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
+            # The same tensor object, which the optimizer knows, with other memory.
+            master.data = own_weights(optimizer, group)
+        optimizer._link_all_hp_params()  # their fragments are views of the masters
 
     def on_update(self, change: Callable[[Sequence[Tensor]], bool]) -> None:
         if self._update is None:

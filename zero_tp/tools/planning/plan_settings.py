@@ -468,6 +468,11 @@ class ZeroSettings:
         )
 
     @property
+    def weights_are_masters(self) -> bool:
+        """Return whether the optimizer updates the weights themselves: they are fp32."""
+        return facts.weights_are_masters(self.stage, self.dtype, offloaded=self.offload_optimizer)
+
+    @property
     def runs_adamw_update(self) -> bool:
         """Return whether one pass over each gradient updates masters, moments and weights."""
         return facts.runs_adamw_update(

@@ -664,7 +664,8 @@ class StepTimeEstimator:
         part = self.partition
         # Reads and writes masters and moments, and writes the rounded weights.
         # An element that Muon updates has other traffic.
-        states = 2 * (4 + settings.moments) + e
+        rounded = 0 if settings.weights_are_masters and settings.runs_adamw_update else e
+        states = 2 * (4 + settings.moments) + rounded
         if settings.runs_adamw_update:
             return part * (g + g + states)
         clipped = 8 if settings.clips_gradients else 0

@@ -162,15 +162,15 @@ class ZeroMemory:
         part = self.partition_numel
         e = zero.itemsize
         largest = self.parameters.largest
+        master = 0 if zero.weights_are_masters else 4
         if zero.stage == 0:
-            # In fp32 torch's optimizer updates the parameters themselves, so they are their own
-            # masters.
-            master = (4 if e < 4 else 0) * total + zero.average * total
             moments = self._moment_bytes([sum(group) for group in self.parameters.groups])
-            return StateBytes(parameters=e * total, optimizer=moments + master)
+            return StateBytes(
+                parameters=e * total, optimizer=(master + zero.average) * total + moments
+            )
         moments = self._moment_bytes(self.partition_sizes)
         # The average lies beside the masters, padding included.
-        master_moments = (4 + zero.average) * part + moments
+        master_moments = (master + zero.average) * part + moments
         if zero.stage < 3:
             # Every rank has the 16-bit weights of all ranks, as one padded tensor a group: the
             # parameters become views of it.
