@@ -379,6 +379,25 @@ def test_the_full_logits_never_exist(ranks: Pools, sequence: bool) -> None:
     assert set(ranks(2).run(largest_tensor, 2, sequence, 2**23)) == {whole_logits}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_scales_in_place_unless_another_may_follow(dtype: torch.dtype) -> None:
+    """All in one block, whose gradients have the weight's dtype."""
+    hidden, weight = (leaf(torch.randn(shape).to(dtype)) for shape in ((8, 1, 8), (64, 8)))
+    labels = torch.randint(64, (8, 1))
+    found, *_ = vocab_parallel_cross_entropy(hidden, weight, labels, vocabulary=64, group=None)
+    gradients, copies = [], []
+    for factor, is_kept in ((2.0, True), (2.0, True), (1.0, False)):
+        with patch.object(torch, "empty_like", wraps=torch.empty_like) as copy:
+            gradients.append(
+                torch.autograd.grad(found * factor, (hidden, weight), retain_graph=is_kept)
+            )
+        copies.append(copy.call_count)
+    assert copies == [2, 2, 0]
+    for first, again, last in zip(*gradients, strict=True):
+        assert torch.equal(first, again)
+        assert torch.equal(first, 2 * last)
+
+
 def launches(ops: ElementwiseOps, blocks: int) -> Counter[str]:
     """Return the operations of a loss of some blocks of 8 tokens, and its compiled calls."""
     counter = OperationCounter()

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from zero_tp.commands.options import FILE, add_config, add_parent, add_settings
-from zero_tp.parallel.cpu.heap import keep_freed_memory
 from zero_tp.run.process.environment import RankEnvironment
 from zero_tp.run.process.lifecycle import run_rank
 from zero_tp.run.process.signals import Requests
@@ -97,16 +96,11 @@ def pretrain(
     config = config.with_pinned_tokenizer()
     check_installed(config)
 
-    from deepspeed.accelerator import get_accelerator
-
     from zero_tp.run.loop import train
     from zero_tp.run.run_callbacks import run_callbacks
     from zero_tp.run.run_inputs import RunInputs
     from zero_tp.run.start import start_training
 
-    if get_accelerator().device_name() == "cpu" and config.zero_tp.training.keep_freed_memory:
-        # Before large tensors are made: glibc would map and unmap each of them anew.
-        keep_freed_memory()
     environment.export()
     if environment.world > 1:
         # Reading the inputs may take long; the first rank to refuse them tells the others.

@@ -61,9 +61,8 @@ def block_positions(sequence: int, batch: int, rows: int, columns: int, dtype: t
     """Return the sequence positions of one block; at least one.
 
     A block has at most `BLOCK_ELEMENTS` logits, or as many as the weight [rows, columns] has
-    elements if that is more: the scaled weight gradient takes that memory later anyway. In bf16 up
-    to 2 · columns tokens are one block, because a single block's gradient needs no fp32
-    accumulation.
+    elements if that is more: its gradient beside them takes as much. In bf16 up to 2 · columns
+    tokens are one block, because a single block's gradient needs no fp32 accumulation.
 
     Args:
         columns: 0 if the weight has no gradient, as in evaluation.
@@ -306,14 +305,18 @@ def _add_product_(
 
 
 def _scaled(tensor: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return tensor · scale, rounded once to `dtype`.
+    """Return tensor · scale, rounded once to `dtype`; in place, if no other backward may follow.
 
     A scale rounded to bf16 first would bias every gradient by up to 0.4 %.
     """
     if tensor is None:
         return None
+    # torch's own compiled functions ask so, too, before they reuse what forward has saved.
+    is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
+    fits = tensor.dtype == dtype and not is_kept
     # A scale of one dimension keeps the product in fp32; a scalar would take the tensor's dtype.
-    return torch.mul(tensor, scale.reshape(1), out=torch.empty_like(tensor, dtype=dtype))
+    out = tensor if fits else torch.empty_like(tensor, dtype=dtype)
+    return torch.mul(tensor, scale.reshape(1), out=out)
 
 
 def _divisor(divisor: Tensor | float | None, counted: Tensor, hidden: Tensor) -> Tensor:

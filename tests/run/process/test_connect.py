@@ -26,6 +26,7 @@ from zero_tp.base.errors import UserError
 from zero_tp.engine.engine import TrainingEngine
 from zero_tp.parallel import devices
 from zero_tp.run.config import RunConfig
+from zero_tp.run.process import connect as connect_module
 from zero_tp.run.process.connect import connect_deepspeed, rank_device
 from zero_tp.run.process.environment import RankEnvironment
 from zero_tp.run.process.job_store import JobStore
@@ -80,6 +81,20 @@ def test_ranks_wait_for_one_that_reads_a_large_corpus(
     with pytest.raises(UserError, match="no further"):
         connect_deepspeed(config, RankEnvironment(0, 2, 0, 2))
     assert limits == [limit]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_rank_keeps_freed_memory_as_its_config_says(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it is connected, because benchmarks measure what a run does."""
+    calls: list[str] = []
+    monkeypatch.setattr(connect_module, "keep_freed_memory", lambda: calls.append("kept"))
+    monkeypatch.setattr(connect_module, "connect", lambda *_, **__: calls.append("connected"))
+    change = f"zero_tp.training.keep_freed_memory={str(kept).lower()}"
+    path = write_config(tmp_path / "config.json", 1, "fp32", tensor=1)
+    connect_deepspeed(RunConfig.load(path, [change], 1), RankEnvironment(0, 1, 0, 1))
+    assert calls == ["kept"] * kept + ["connected"]
 
 
 ALONE = """

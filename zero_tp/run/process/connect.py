@@ -12,6 +12,7 @@ import torch.distributed as dist
 from zero_tp.base.errors import ConfigError, UserError, show
 from zero_tp.engine.zero import ops
 from zero_tp.engine.zero.build_lock import report_build_locks
+from zero_tp.parallel.cpu.heap import keep_freed_memory
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.process.environment import RankEnvironment
 
@@ -137,6 +138,9 @@ def connect_deepspeed(
     message = ops.compilation_note(config.settings, accelerator)
     if message is not None and environment.rank == 0:
         show(message)
+    if device_type == "cpu" and config.zero_tp.training.keep_freed_memory:
+        # Before large tensors are made: glibc would map and unmap each of them anew.
+        keep_freed_memory()
     limits = config.zero_tp.training.timeouts
     margin = timedelta(seconds=WATCHDOG_MARGIN_SECONDS)
     parallel = config.zero_tp.parallel
