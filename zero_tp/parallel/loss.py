@@ -312,8 +312,8 @@ def _scaled(tensor: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor 
     if tensor is None:
         return None
     # torch's own compiled functions ask so, too, before they reuse what forward has saved.
-    is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
-    fits = tensor.dtype == dtype and not is_kept
+    another_backward = torch._C._autograd._get_current_graph_task_keep_graph()
+    fits = tensor.dtype == dtype and not another_backward
     # A scale of one dimension keeps the product in fp32; a scalar would take the tensor's dtype.
     out = tensor if fits else torch.empty_like(tensor, dtype=dtype)
     return torch.mul(tensor, scale.reshape(1), out=out)
