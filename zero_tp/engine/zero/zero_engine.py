@@ -149,7 +149,7 @@ class ZeroEngine(ABC):
         with without_compiler(), expert_groups(model, self.topology):
             self.deepspeed_engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
                 model=model,
-                config=self._config,
+                config=self._config | {"zero_optimization": self._fitting_buckets()},
                 mpu=self.topology,
                 lr_scheduler=self._schedule_factory,
                 **{argument: trainable},
@@ -167,6 +167,23 @@ class ZeroEngine(ABC):
         self.loss_scale = None
         if self.deepspeed_engine.fp16_enabled():
             self.loss_scale = LossScale(self.deepspeed_engine, self.optimizer)
+
+    def _fitting_buckets(self) -> dict[str, Any]:
+        """Return the config's ZeRO block, whose bucket is no larger than all gradients together.
+
+        DeepSpeed makes one of 500 million elements, however small the model is, and fills as much.
+        """
+        block: dict[str, Any] = self._config.get("zero_optimization", {})
+        if self.settings.zero_optimization.stage == 0:
+            return block
+        sizes = (
+            # Under ZeRO-3 a parameter is empty, and its gradient whole.
+            getattr(parameter, "ds_numel", parameter.numel())
+            for parameter in self.model.parameters()
+            if parameter.requires_grad
+        )
+        size = min(self.settings.zero_optimization.reduce_bucket_size, sum(sizes))
+        return {**block, "reduce_bucket_size": size}
 
     def _set_schedule(self, updates: int) -> None:
         """Set the schedule for the next step, after `updates` updates.

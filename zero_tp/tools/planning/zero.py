@@ -95,11 +95,8 @@ class ZeroMemory:
 
     @cached_property
     def bucket(self) -> int:
-        """Return the elements of a bucket that take memory."""
-        size = self.settings.reduce_bucket
-        # DeepSpeed allocates the whole bucket by `torch.empty`. On an accelerator this takes its
-        # full size; Linux gives a CPU process only the pages that are written.
-        return min(size, self.parameters.total) if self.settings.cpu else size
+        """Return the elements of a bucket (`ZeroEngine`)."""
+        return min(self.settings.reduce_bucket, self.parameters.total)
 
     @cached_property
     def replicas(self) -> list[int]:
