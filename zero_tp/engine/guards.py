@@ -153,9 +153,9 @@ def check_expert_choices(model: nn.Module, topology: Topology, step: int) -> Ite
 def check_duplicates(zero: ZeroEngine, step: int) -> None:
     """Check, just before the update of `step`, that duplicates on DP ranks are equal bit for bit.
 
-    Duplicates are the weights under ZeRO-0, -1 and -2 (which each update replaces), masters and
-    states too under ZeRO-0, and the weights that stay gathered under ZeRO-3. One all-gather over
-    the world of 8 bytes a tensor.
+    Duplicates are the weights under ZeRO-0, -1 and -2 (in 16 bits each update replaces them),
+    masters and states too under ZeRO-0, and the weights that stay gathered under ZeRO-3. One
+    all-gather over the world of 8 bytes a tensor.
 
     Raises:
         UserError: on every rank of the job. It names a tensor and the ranks that differ from the
