@@ -145,12 +145,16 @@ def test_every_step_is_that_of_deepspeed(
             assert own.norm == pytest.approx(other.norm, rel=1e-7, nan_ok=True), where
             assert own.tensors.keys() == other.tensors.keys()
             for key, tensor_of_ours in own.tensors.items():
-                if "qkv.bias" in key:
+                if dtype == "fp32" and "qkv.bias" in key:
                     continue  # its gradient of keys is rounding alone, which Adam scales
                 # A last bit of the norm is one of the clip factor. A weight of 0.03 that the rate
                 # of 0.01 brings near 0 keeps last bits of 0.03, which are 2e-9.
                 torch.testing.assert_close(
-                    tensor_of_ours, other.tensors[key], rtol=1e-6, atol=4e-9, msg=key
+                    tensor_of_ours,
+                    other.tensors[key],
+                    rtol=1e-6,
+                    atol=4e-9 if dtype == "fp32" else 1e-9,
+                    msg=key,
                 )
 
 

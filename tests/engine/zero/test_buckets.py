@@ -10,7 +10,7 @@ from tests.support.small_engine import build, tokens_of_step
 from zero_tp.parallel.topology import Topology
 
 
-def made_buckets(tensor: int, stage: int, size: int | None) -> tuple[int, int, float]:
+def bucket_of_step(tensor: int, stage: int, size: int | None) -> tuple[int, int, float]:
     """Return the elements of a rank's parameters and of its bucket, and a step's norm."""
     topology: Topology = grid(tensor, False)
     block = {} if size is None else {"reduce_bucket_size": size}
@@ -23,8 +23,7 @@ def made_buckets(tensor: int, stage: int, size: int | None) -> tuple[int, int, f
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_bucket_holds_all_gradients_at_most(ranks: Pools, stage: int) -> None:
-    for total, size, norm in ranks(2).run(made_buckets, 1, stage, None):
-        assert size == total
-        [(_, smaller, same), _] = ranks(2).run(made_buckets, 1, stage, 1000)
-        assert smaller == 1000
+    default, small = (ranks(2).run(bucket_of_step, 1, stage, size) for size in (None, 1000))
+    for (total, size, norm), (_, smaller, same) in zip(default, small, strict=True):
+        assert (size, smaller) == (total, 1000)
         assert norm == pytest.approx(same, rel=1e-6)
