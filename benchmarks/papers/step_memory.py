@@ -20,15 +20,25 @@ class MarkedAllocations(Allocations):
 
     Attributes:
         marks: (name, clock) of each `note`, in order.
+        gradient_since: `id` of an allocation that backward has stored in a `parameter.grad` →
+            clock.
     """
 
     def __init__(self, device_type: str | None = None) -> None:
         super().__init__(device_type)
         self.marks: list[tuple[str, int]] = []
+        self.gradient_since: dict[int, int] = {}
 
     def note(self, name: str) -> None:
         """Name this moment."""
         self.marks.append((name, self.clock))
+
+    def mark_gradient(self, gradient: Tensor) -> None:
+        """Set the category of a gradient that backward has stored just now."""
+        allocation = self._record(gradient, "outside")
+        if allocation is not None and allocation.category is None:
+            self.gradient_since[id(allocation)] = self.clock
+            allocation.category = "gradients"
 
     def known(self) -> set[int]:
         """Return the addresses of the storages that are alive."""
@@ -49,7 +59,7 @@ def followed(engine: TrainingEngine) -> Iterator[MarkedAllocations]:
         grad = parameter.grad
         # Not part of a bucket.
         if grad is not None and grad.untyped_storage().nbytes() == grad.nbytes:
-            allocations.mark([grad], "gradients")
+            allocations.mark_gradient(grad)
 
     handles = [
         engine.model.register_forward_pre_hook(lambda *_: allocations.note("forward")),
@@ -119,7 +129,8 @@ def points(allocations: MarkedAllocations, begin: int) -> list[Point]:
 
     Storages that outlive the forward that allocated them are activations; those that outlive their
     backward are gradients. Others of forward and backward are transients, others of the step
-    buffers.
+    buffers. What the loss has saved as the output weight's gradient is an activation until backward
+    stores it as that.
     """
     marks = allocations.marks
     forward = max(clock for name, clock in marks if name == "forward")
@@ -127,8 +138,8 @@ def points(allocations: MarkedAllocations, begin: int) -> list[Point]:
     step = max((clock for name, clock in marks if name == "step"), default=allocations.clock)
     end = allocations.clock
 
-    def category(one: Allocation) -> str:
-        if one.category is not None:
+    def category(one: Allocation, clock: int) -> str:
+        if one.category is not None and clock >= allocations.gradient_since.get(id(one), 0):
             return one.category
         freed = one.freed if one.freed is not None else end + 1
         if one.allocated > step:
@@ -145,11 +156,19 @@ def points(allocations: MarkedAllocations, begin: int) -> list[Point]:
             return "activations" if name == "forward" else "gradients"
         return "buffers"
 
-    kinds = {id(one): category(one) for one in allocations.all}
+    events = [
+        (clock, category(one, clock), sign * one.bytes)
+        for clock, one, sign in allocations.timeline()
+    ]
+    for one in allocations.all:
+        since = allocations.gradient_since.get(id(one))
+        if since is not None:
+            events += [(since, category(one, one.allocated), -one.bytes)]
+            events += [(since, category(one, since), one.bytes)]
     sizes = dict.fromkeys(CATEGORIES, 0.0)
     points: list[Point] = []
-    for clock, one, sign in allocations.timeline():
-        sizes[kinds[id(one)]] += sign * one.bytes
+    for clock, kind, change in sorted(events, key=lambda event: event[0]):
+        sizes[kind] += change
         if clock < max(begin, forward):
             continue
         if clock <= backward:

@@ -132,10 +132,11 @@ def test_auto_values(tmp_path: Path) -> None:
     loaded = RunConfig.load(written(tmp_path, config), world_size=4)
     resolved = loaded.engine_settings.written()
     assert loaded.micro_batch == 16 and loaded.dtype == "bf16"
-    # The device decides.
-    assert [key for key, value in leaves(loaded.resolved()) if value == "auto"] == [
-        "zero_tp.compile"
-    ]
+    # The device decides, and the allocator of a CPU.
+    assert {key for key, value in leaves(loaded.resolved()) if value == "auto"} == {
+        "zero_tp.compile",
+        "zero_tp.training.keep_freed_memory",
+    }
     assert resolved["gradient_clipping"] == 1.0
     assert resolved["optimizer"]["params"]["eps"] == 1e-8
     assert resolved["zero_optimization"]["reduce_bucket_size"] == 64 * 64

@@ -83,17 +83,34 @@ def test_ranks_wait_for_one_that_reads_a_large_corpus(
     assert limits == [limit]
 
 
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize(
+    ("set_to", "stage", "replicas", "kept"),
+    [
+        ("true", 2, 2, True),
+        ("false", 0, 1, False),
+        ('"auto"', 0, 2, True),
+        ('"auto"', 1, 1, True),
+        ('"auto"', 1, 2, False),
+        ('"auto"', 2, 2, False),
+        ('"auto"', 3, 2, True),
+    ],
+)
 def test_a_rank_keeps_freed_memory_as_its_config_says(
-    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    set_to: str,
+    stage: int,
+    replicas: int,
+    kept: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Wherever it is connected, because benchmarks measure what a run does."""
     calls: list[str] = []
     monkeypatch.setattr(connect_module, "keep_freed_memory", lambda: calls.append("kept"))
     monkeypatch.setattr(connect_module, "connect", lambda *_, **__: calls.append("connected"))
-    change = f"zero_tp.training.keep_freed_memory={str(kept).lower()}"
-    path = write_config(tmp_path / "config.json", 1, "fp32", tensor=1)
-    connect_deepspeed(RunConfig.load(path, [change], 1), RankEnvironment(0, 1, 0, 1))
+    change = f"zero_tp.training.keep_freed_memory={set_to}"
+    path = write_config(tmp_path / "config.json", stage, "fp32", tensor=1)
+    config = RunConfig.load(path, [change], replicas)
+    connect_deepspeed(config, RankEnvironment(0, replicas, 0, replicas))
     assert calls == ["kept"] * kept + ["connected"]
 
 

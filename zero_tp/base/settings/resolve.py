@@ -76,7 +76,12 @@ AUTO: dict[str, str] = {
 its description.
 """
 
-DECIDED_LATER = ("data_types.keep_in_fp32_modules", "zero_tp.compile", "zero_tp.logging.interval")
+DECIDED_LATER = (
+    "data_types.keep_in_fp32_modules",
+    "zero_tp.compile",
+    "zero_tp.logging.interval",
+    "zero_tp.training.keep_freed_memory",
+)
 """Keys whose "auto" DeepSpeed or the run itself resolves."""
 
 

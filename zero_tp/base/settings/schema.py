@@ -285,10 +285,10 @@ class Training(ConfigModel):
     timeout_minutes: Minutes | Timeouts = Field(
         30, description="Limit of one collective, in minutes; or of each phase without progress."
     )
-    keep_freed_memory: bool = Field(
-        True,
-        description="On CPUs, reuse freed memory for later tensors: much faster, but takes more "
-        "memory.",
+    keep_freed_memory: bool | Literal["auto"] = Field(
+        "auto",
+        description="On CPUs, reuse freed memory for later tensors: faster, but takes more. "
+        '`"auto"`: unless ZeRO-1 or 2 fills buckets with gradients.',
     )
 
     @property

@@ -99,6 +99,15 @@ def keeps_gradients_in_place(settings: DeepSpeedSettings, data: int) -> bool:
     )
 
 
+def fills_buckets(settings: DeepSpeedSettings, data: int) -> bool:
+    """Return whether ZeRO-1 or 2 copies gradients into buckets of `reduce_bucket_size`."""
+    return (
+        settings.zero_optimization.stage in (1, 2)
+        and not uses_bf16_optimizer(settings)
+        and not keeps_gradients_in_place(settings, data)
+    )
+
+
 def deepspeed_clips(stage: int) -> bool:
     """Return whether DeepSpeed's own clipping is exact: it computes the norm in fp64.
 

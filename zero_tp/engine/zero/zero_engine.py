@@ -171,7 +171,7 @@ class ZeroEngine(ABC):
     def _fitting_buckets(self) -> dict[str, Any]:
         """Return the config's ZeRO block, whose bucket is no larger than all gradients together.
 
-        DeepSpeed makes one of 500 million elements, however small the model is, and fills as much.
+        DeepSpeed makes the whole bucket, however small the model is, and copies what fills it.
         """
         block: dict[str, Any] = self._config.get("zero_optimization", {})
         if self.settings.zero_optimization.stage == 0:

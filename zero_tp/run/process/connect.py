@@ -12,6 +12,7 @@ import torch.distributed as dist
 from zero_tp.base.errors import ConfigError, UserError, show
 from zero_tp.engine.zero import ops
 from zero_tp.engine.zero.build_lock import report_build_locks
+from zero_tp.engine.zero.facts import fills_buckets
 from zero_tp.parallel.cpu.heap import keep_freed_memory
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.process.environment import RankEnvironment
@@ -138,7 +139,7 @@ def connect_deepspeed(
     message = ops.compilation_note(config.settings, accelerator)
     if message is not None and environment.rank == 0:
         show(message)
-    if device_type == "cpu" and config.zero_tp.training.keep_freed_memory:
+    if device_type == "cpu" and _keeps_freed_memory(config):
         # Before large tensors are made: glibc would map and unmap each of them anew.
         keep_freed_memory()
     limits = config.zero_tp.training.timeouts
@@ -155,6 +156,16 @@ def connect_deepspeed(
         if limits.start is None
         else timedelta(minutes=limits.start) + margin,
     )
+
+
+def _keeps_freed_memory(config: RunConfig) -> bool:
+    """Return `keep_freed_memory` of a config, "auto" decided."""
+    kept = config.zero_tp.training.keep_freed_memory
+    if kept == "auto":
+        # Buckets, their flat copies and the parts of gradients have many sizes, so none fits where
+        # another was (benchmarks/tried.md).
+        return not fills_buckets(config.settings, config.data_parallel)
+    return kept
 
 
 def check_accelerator(dtype: str, accelerator: Any) -> None:
