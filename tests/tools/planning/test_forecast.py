@@ -35,15 +35,17 @@ def test_a_cpu_run_prints_its_plan() -> None:
 
 
 OF_AN_ACCELERATOR = """
+import sys
+
 import torch
-from zero_tp.config import RunConfig
+from zero_tp.run.config import RunConfig
 from zero_tp.parallel.devices import named_device
-from zero_tp.planning import dryrun, forecast
+from zero_tp.tools.planning import dryrun, forecast
 from zero_tp.tools.planning.plan import plan
 forecast._current_device, forecast.runs_flash = torch.device, lambda _: False  # this machine has none
 dryrun.has_real_device = lambda: True
 callback = forecast.MemoryForecast()
-config = RunConfig.load("quickstart", (), 4)
+config = RunConfig.load(sys.argv[1], (), 4)
 callback.describe_plan(config, "cuda")
 print(callback._planned, plan(config, named_device("a100-40gb", 4)).peak.total, torch._C._get_accelerator())
 """  # noqa: E501
@@ -79,7 +81,9 @@ def test_a_plan_leaves_a_process_with_an_accelerator_as_it_was(tmp_path: Path) -
     # Has no `if __name__ == "__main__"`, which a new process would need.
     script = tmp_path / "unguarded.py"
     script.write_text(OF_AN_ACCELERATOR)
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, script, QUICKSTART], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     forecast, planned, accelerator = done.stdout.split()
     config = RunConfig.load(QUICKSTART, (), 4)

@@ -184,9 +184,10 @@ class Zero(ConfigModel):
     contiguous_gradients: bool = True
     # False sends as much, because DeepSpeed 0.19.8 all-reduces either way (benchmarks/tried.md).
     reduce_scatter: bool = True
-    # DeepSpeed's 500 million would take 0.93 GiB of a device at each backward in 16 bits, twice
-    # that with `overlap_comm`, and as much again for its flat copy.
-    reduce_bucket_size: Positive = 50_000_000
+    # In 16 bits this takes 0.93 GiB of a device at each backward, twice that with `overlap_comm`;
+    # in a smaller model as much as its gradients (`ZeroEngine`). With 50 million, 4,096 ranks would
+    # wait for 160 rings a step of 8 B parameters.
+    reduce_bucket_size: Positive = 500_000_000
     # With it ZeRO-1 and -2 send 3Ψ(N-1)/N elements a step, without it the paper's 2Ψ(N-1)/N in more
     # collectives (docs/training.md).
     use_multi_rank_bucket_allreduce: bool = True
