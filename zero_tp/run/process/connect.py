@@ -160,12 +160,12 @@ def connect_deepspeed(
 
 def _keeps_freed_memory(config: RunConfig) -> bool:
     """Return `keep_freed_memory` of a config, "auto" decided."""
-    kept = config.zero_tp.training.keep_freed_memory
-    if kept == "auto":
-        # Buckets, their flat copies and the parts of gradients have many sizes, so none fits where
-        # another was (benchmarks/tried.md).
-        return not fills_buckets(config.settings, config.data_parallel)
-    return kept
+    setting = config.zero_tp.training.keep_freed_memory
+    if setting != "auto":
+        return setting
+    # Buckets, their flat copies and the parts of gradients have many sizes, so none fits where
+    # another was (benchmarks/tried.md).
+    return not fills_buckets(config.settings, config.data_parallel)
 
 
 def check_accelerator(dtype: str, accelerator: Any) -> None:
