@@ -21,12 +21,10 @@ from zero_tp.base.settings.optimizer import Muon, Optimizer, OptimizerParams
 from zero_tp.base.settings.param_groups import Kind, ParamGroup
 from zero_tp.engine.zero.matrix_optimizer import MatrixOptimizer
 from zero_tp.engine.zero.orthogonalize import products_dtype
-from zero_tp.model.architectures import architecture_of
-from zero_tp.model.model_class import model_class
+from zero_tp.model.model_class import meta_model
 from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.model.parameter_kinds import DECAYED_KINDS, parameter_kinds
 from zero_tp.parallel.layout import whole_shape
-from zero_tp.parallel.topology import Topology
 
 REST = ParamGroup.model_construct()
 """The parameters that no entry selects."""
@@ -112,9 +110,7 @@ def config_groups(
     config: PretrainedConfig, entries: Sequence[ParamGroup], params: OptimizerParams
 ) -> list[ParameterGroup]:
     """Return `divide_parameters` of a config's model, which is built on the meta device."""
-    spec = architecture_of(config).spec(config)
-    model = model_class(spec)(config, Topology(world=1), device="meta")
-    return divide_parameters(model, entries, params)
+    return divide_parameters(meta_model(config), entries, params)
 
 
 def _matches(

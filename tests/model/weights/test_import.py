@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +68,26 @@ def is_native(model: Any, reference: Any) -> int:
     for name, tensor in to_theirs(model.config, parameters).items():
         assert torch.equal(tensor, state[name]), name
     return len(parameters)
+
+
+OPEN = """
+import sys
+from pathlib import Path
+from zero_tp.model.architectures.configs import config_from_directory
+from zero_tp.model.weights.load import PretrainedSource
+
+directory = Path(sys.argv[1])
+PretrainedSource(directory, config_from_directory(directory))
+print(*sorted({"scipy", "transformers.generation.utils", "torch._dynamo"} & sys.modules.keys()))
+"""
+
+
+def test_weights_are_opened_without_transformers_classes(directory: Path) -> None:
+    """They would take 76 MiB and a second of each rank."""
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN, directory], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])

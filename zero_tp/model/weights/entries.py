@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from zero_tp.base.errors import UserError
-from zero_tp.model.architectures import Weight, to_hf, weights_of
+from zero_tp.model.architectures import Weight, aliases_of, to_hf, weights_of
 from zero_tp.model.weights.live_weights import gather_parameter
 from zero_tp.parallel.collectives import all_gather
 from zero_tp.parallel.layout import Layout, Sharded, layout_of, whole_shape
@@ -66,6 +66,20 @@ def native_entries(
         )
         for name, (weight, *_) in sources.items()
     ]
+
+
+def native_shapes(
+    config: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of transformers' class, tied ones under both names.
+
+    Args:
+        shapes: our parameter's name → its whole shape.
+    """
+    native: dict[str, tuple[int, ...]] = {}
+    for weight in weights_of(config):
+        native |= weight.shapes(shapes[weight.our_name])
+    return native | {alias: native[source] for alias, source in aliases_of(config).items()}
 
 
 def whole_parameter(parameter: Tensor, topology: Topology) -> Tensor:

@@ -19,18 +19,18 @@ from zero_tp.model.architectures import (
     architecture_of,
     weights_of,
 )
+from zero_tp.model.model_class import meta_model
+from zero_tp.model.weights.entries import native_shapes
 from zero_tp.model.weights.native import (
     check_layers,
     check_shape_and_dtype,
     generation_config,
-    native_model,
     non_finite_error,
-    stored_shapes,
     tie_error,
 )
 from zero_tp.model.weights.quantized import join_quantized
 from zero_tp.model.weights.stacked_experts import divide_by_sizes, unstack_experts
-from zero_tp.parallel.layout import Layout
+from zero_tp.parallel.layout import Layout, stored_tensors, whole_shape
 from zero_tp.parallel.parameter import Init, SeededInit, whole_slice
 from zero_tp.parallel.spans import Index, Spans, overlaps, zero_padding
 from zero_tp.parallel.topology import Topology
@@ -61,26 +61,24 @@ class PretrainedSource:
         seed: int = 0,
     ):
         self.directory = directory
-        named = _with_usual_prefixes(
-            open_weights(directory, allow_pickle), architecture_of(config), directory
-        )
-        methods = architecture_of(config).fields.quantizations
+        architecture = architecture_of(config)
+        named = _with_usual_prefixes(open_weights(directory, allow_pickle), architecture, directory)
+        methods = architecture.fields.quantizations
         tensors, self.quantized = join_quantized(named, methods, directory)
         check_layers(directory, config, tensors)
         self.weights = {weight.our_name: weight for weight in weights_of(config)}
         self.generation = generation_config(directory)
-        native = native_model(config)
-        expected = stored_shapes(native, config)
-        unstacked = unstack_experts(tensors, self.weights.values(), native, directory)
-        self.tensors = divide_by_sizes(unstacked, self.weights.values(), directory)
-        self.file_names = _match_names(
-            self.tensors, expected.keys(), architecture_of(config), directory
+        # Of our own model: transformers' class would bring scipy and its generation into each rank.
+        shapes = {name: whole_shape(tensor) for name, tensor in stored_tensors(meta_model(config))}
+        expected = native_shapes(config, shapes)
+        unstacked = unstack_experts(
+            tensors, self.weights.values(), shapes, architecture.base_prefix, directory
         )
+        self.tensors = divide_by_sizes(unstacked, self.weights.values(), directory)
+        self.file_names = _match_names(self.tensors, expected.keys(), architecture, directory)
         self.left_out = [
             f"{directory}: left out: {part}; exports lack it"
-            for part in _untrained(
-                self.tensors.keys() - self.file_names.values(), architecture_of(config)
-            )
+            for part in _untrained(self.tensors.keys() - self.file_names.values(), architecture)
         ]
         aliases = aliases_of(config)
         # Old files hold an alias as well as its source, those of `safetensors.torch.save_model` one
@@ -91,7 +89,7 @@ class PretrainedSource:
         for source, alias in self.aliases.items():
             # A file with the alias alone is the tied weight under its other name.
             self.file_names.setdefault(source, self.file_names[alias])
-        heads = architecture_of(config).optional_heads
+        heads = architecture.optional_heads
         self.new_heads = [
             head
             for head, pattern in heads.items()

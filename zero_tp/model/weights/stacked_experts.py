@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,11 @@ from zero_tp.model.architectures import Weight, to_hf
 
 
 def unstack_experts(
-    tensors: Mapping[str, Tensor], weights: Iterable[Weight], native: Any, directory: Path
+    tensors: Mapping[str, Tensor],
+    weights: Iterable[Weight],
+    shapes: Mapping[str, tuple[int, ...]],
+    prefix: str,
+    directory: Path,
 ) -> dict[str, Tensor]:
     """Return a file's tensors with one for each expert, views of the stacked ones.
 
@@ -28,7 +31,8 @@ def unstack_experts(
                                                 block_sparse_moe.experts.1.w1.weight …
 
     Args:
-        native: the class's model, which has the shapes.
+        shapes: our parameter's name → its whole shape, which is the stacked tensor's.
+        prefix: of names in the class with a head; files of the bare model lack it.
         directory: for error messages.
 
     Raises:
@@ -36,22 +40,20 @@ def unstack_experts(
     """
     # Only the mapping is copied; the tensors stay memory-mapped.
     unstacked = dict(tensors)
-    prefix = f"{native.base_model_prefix}."
-    shapes = {name: tuple(tensor.shape) for name, tensor in native.state_dict().items()}
     for weight in weights:
         native_name = weight.native_name
         if native_name is None or native_name in weight.names:
             continue
         name = next(
-            # A file of the bare model lacks the prefix.
             (name for name in (native_name, native_name.removeprefix(prefix)) if name in unstacked),
             None,
         )
         if name is None:
             continue
         stacked = unstacked.pop(name)
-        if tuple(stacked.shape) != shapes[native_name]:
-            problem = f"expected shape {shapes[native_name]}, found {tuple(stacked.shape)}"
+        expected = shapes[weight.our_name]
+        if tuple(stacked.shape) != expected:
+            problem = f"expected shape {expected}, found {tuple(stacked.shape)}"
             raise UserError(f"{directory}: tensor {name}: {problem}")
         parts = to_hf([weight], {weight.our_name: stacked}.__getitem__)
         for part in parts:

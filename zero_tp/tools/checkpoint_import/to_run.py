@@ -19,11 +19,10 @@ from zero_tp.base.errors import UserError
 from zero_tp.base.files import partial_directory, put_in_place
 from zero_tp.base.versions import versions
 from zero_tp.engine.zero.states import MASTER
-from zero_tp.model.architectures import architecture_of, weights_of
-from zero_tp.model.model_class import model_class
+from zero_tp.model.architectures import weights_of
+from zero_tp.model.model_class import meta_model
 from zero_tp.parallel.layout import stored_tensors
 from zero_tp.parallel.safetensors_files import Entry, write_tensors
-from zero_tp.parallel.topology import Topology
 from zero_tp.run.checkpoint import directory
 from zero_tp.run.checkpoint.imported import Imported, ImportedGroup, ImportedOptimizer
 from zero_tp.run.checkpoint.manifest import Parallelism, states_file
@@ -155,9 +154,7 @@ def _check_trained(
 
 def _layouts(checkpoint: SourceCheckpoint) -> dict[str, ParameterLayout]:
     """Return the layout of each parameter and buffer of a run on one rank."""
-    config = checkpoint.config
-    spec = architecture_of(config).spec(config)
-    model = model_class(spec)(config, Topology(world=1), device="meta")
+    model = meta_model(checkpoint.config)
     return {name: ParameterLayout.of(tensor) for name, tensor in stored_tensors(model)}
 
 
