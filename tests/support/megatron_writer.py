@@ -49,6 +49,8 @@ def replace_cuda() -> None:
     cuda.Stream = lambda *_, **__: None
     # TopKRouter moves its bias by `.cuda()`.
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
+    # A tied head on a later stage takes its weight by it.
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
 
 
 def build(options: dict[str, Any]) -> Any:
