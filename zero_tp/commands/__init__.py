@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from zero_tp.base import cli
+from zero_tp.parallel.cpu.heap import restart_without_caches
 from zero_tp.run.process.quiet import quiet_libraries
 
 
@@ -24,17 +25,21 @@ class Command:
     Attributes:
         ranks: a launcher may start it as one of several ranks.
         quiet: suppress the output of libraries.
+        trains: on CPUs its process is started anew, with a heap for training.
     """
 
     summary: str
     ranks: bool = False
     quiet: bool = True
+    trains: bool = False
 
 
 COMMANDS = {
     "prepare": Command("turn texts into a corpus with its tokenizer", quiet=False),
     "check": Command("check a config without ranks, and describe its run"),
-    "pretrain": Command("train from one JSON file, as one rank or under a launcher", ranks=True),
+    "pretrain": Command(
+        "train from one JSON file, as one rank or under a launcher", ranks=True, trains=True
+    ),
     "plan": Command("estimate memory and time of a run, and find better settings"),
     "convert": Command("write a run's checkpoint as a Hugging Face model"),
     "inspect": Command("describe a checkpoint"),
@@ -64,6 +69,8 @@ def start(
         options: arguments of the module's own `start`.
     """
     command = COMMANDS[name]
+    if command.trains:
+        restart_without_caches()
     arguments = sys.argv[1:] if arguments is None else arguments
     # Looked up before arguments are parsed, because the parser's module may import the libraries
     # that are to be quiet.

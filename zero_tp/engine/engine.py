@@ -41,6 +41,7 @@ from zero_tp.model.parallel_model import ParallelModel
 from zero_tp.model.recompute.activation_memory import ActivationMemory
 from zero_tp.parallel.agreement import all_gather_object
 from zero_tp.parallel.collectives import all_reduce
+from zero_tp.parallel.cpu.heap import return_freed_memory
 from zero_tp.parallel.elementwise import compile_elementwise, is_compiled
 from zero_tp.parallel.layout import audit
 from zero_tp.parallel.lock_step import uneven_forwards
@@ -375,6 +376,8 @@ class TrainingEngine:
             # gradients have entered the step.
             guards.check_duplicates(self.zero, guarded)
         self._update()
+        # Gradients are gone, and the next forward's activations come to lie elsewhere.
+        return_freed_memory()
 
     def _as_batches(self, batches: Sequence[AnyBatch | tuple[Tensor, Tensor]]) -> list[AnyBatch]:
         """Return batches of the model's objective; a causal model's labels are shifted already,

@@ -15,6 +15,7 @@ from zero_tp.parallel.collectives import (
     reduce_from_tensor_region,
     reduce_scatter_to_sequence_region,
 )
+from zero_tp.parallel.cpu.heap import return_freed_memory, returns_freed_memory
 from zero_tp.parallel.layout import split_vocabulary, vocab_shard_range
 from zero_tp.parallel.parameter import Normal, ParameterMaker
 
@@ -57,14 +58,22 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor, *, sequence: bool) -> Tensor:
         """Look up token ids [s, b] → [s, b, h], or this rank's [s/t, b, h] when `sequence`."""
         if group_size(self.group) == 1:
-            return F.embedding(tokens, self.weight, self.padding_row)
+            return self._rows(tokens)
         local = tokens - self.first
         remote = (local < 0) | (local >= self.count)
         # Row 0 stands for tokens of other ranks, because an index must be in range. Masking its
         # values also keeps their gradients from row 0.
-        embedded = F.embedding(local.masked_fill(remote, 0), self.weight, self.padding_row)
+        embedded = self._rows(local.masked_fill(remote, 0))
         embedded = embedded.masked_fill(remote.unsqueeze(-1), 0.0)
         # Under SP the next norm needs this rank's positions only. A ring's all-reduce is a
         # reduce-scatter and an all-gather, so this sends half as much.
         reduce = reduce_scatter_to_sequence_region if sequence else reduce_from_tensor_region
         return reduce(embedded, self.group)
+
+    def _rows(self, indices: Tensor) -> Tensor:
+        """Return these of this rank's rows."""
+        rows = F.embedding(indices, self.weight, self.padding_row)
+        if returns_freed_memory() and rows.requires_grad:
+            # The weight's gradient is one large block, where activations have left small ones.
+            rows.register_hook(lambda _: return_freed_memory())
+        return rows

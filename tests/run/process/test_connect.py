@@ -84,34 +84,35 @@ def test_ranks_wait_for_one_that_reads_a_large_corpus(
 
 
 @pytest.mark.parametrize(
-    ("set_to", "stage", "replicas", "kept"),
+    ("set_to", "stage", "replicas", "expected"),
     [
-        ("true", 2, 2, True),
-        ("false", 0, 1, False),
-        ('"auto"', 0, 2, True),
-        ('"auto"', 1, 1, True),
-        ('"auto"', 1, 2, False),
-        ('"auto"', 2, 2, False),
-        ('"auto"', 3, 2, True),
+        ("true", 2, 2, ["keeps"]),
+        ("false", 0, 1, []),
+        ('"auto"', 0, 2, ["returns", "keeps"]),
+        ('"auto"', 1, 1, ["returns", "keeps"]),
+        ('"auto"', 1, 2, ["returns"]),
+        ('"auto"', 2, 2, ["returns"]),
+        ('"auto"', 3, 2, ["returns", "keeps"]),
     ],
 )
 def test_a_rank_keeps_freed_memory_as_its_config_says(
     set_to: str,
     stage: int,
     replicas: int,
-    kept: bool,
+    expected: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Wherever it is connected, because benchmarks measure what a run does."""
     calls: list[str] = []
-    monkeypatch.setattr(connect_module, "keep_freed_memory", lambda: calls.append("kept"))
+    monkeypatch.setattr(connect_module, "keep_freed_memory", lambda: calls.append("keeps"))
+    monkeypatch.setattr(connect_module, "let_return_freed_memory", lambda: calls.append("returns"))
     monkeypatch.setattr(connect_module, "connect", lambda *_, **__: calls.append("connected"))
     change = f"zero_tp.training.keep_freed_memory={set_to}"
     path = write_config(tmp_path / "config.json", stage, "fp32", tensor=1)
     config = RunConfig.load(path, [change], replicas)
     connect_deepspeed(config, RankEnvironment(0, replicas, 0, replicas))
-    assert calls == ["kept"] * kept + ["connected"]
+    assert calls == [*expected, "connected"]
 
 
 ALONE = """

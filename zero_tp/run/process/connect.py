@@ -13,7 +13,7 @@ from zero_tp.base.errors import ConfigError, UserError, show
 from zero_tp.engine.zero import ops
 from zero_tp.engine.zero.build_lock import report_build_locks
 from zero_tp.engine.zero.facts import fills_buckets
-from zero_tp.parallel.cpu.heap import keep_freed_memory
+from zero_tp.parallel.cpu.heap import keep_freed_memory, let_return_freed_memory
 from zero_tp.parallel.topology import Topology
 from zero_tp.run.process.environment import RankEnvironment
 
@@ -139,9 +139,8 @@ def connect_deepspeed(
     message = ops.compilation_note(config.settings, accelerator)
     if message is not None and environment.rank == 0:
         show(message)
-    if device_type == "cpu" and _keeps_freed_memory(config):
-        # Before large tensors are made: glibc would map and unmap each of them anew.
-        keep_freed_memory()
+    if device_type == "cpu":
+        _set_heap(config)
     limits = config.zero_tp.training.timeouts
     margin = timedelta(seconds=WATCHDOG_MARGIN_SECONDS)
     parallel = config.zero_tp.parallel
@@ -158,14 +157,17 @@ def connect_deepspeed(
     )
 
 
-def _keeps_freed_memory(config: RunConfig) -> bool:
-    """Return `keep_freed_memory` of a config, "auto" decided."""
+def _set_heap(config: RunConfig) -> None:
+    """Let this process's heap do as `keep_freed_memory` says, before large tensors are made."""
     setting = config.zero_tp.training.keep_freed_memory
-    if setting != "auto":
-        return setting
-    # Buckets, their flat copies and the parts of gradients have many sizes, so none fits where
+    if setting == "auto":
+        let_return_freed_memory()
+    # Buckets, their flat copies and the parts of gradients have many sizes, so few fit where
     # another was (benchmarks/tried.md).
-    return not fills_buckets(config.settings, config.data_parallel)
+    if setting is True or (
+        setting == "auto" and not fills_buckets(config.settings, config.data_parallel)
+    ):
+        keep_freed_memory()
 
 
 def check_accelerator(dtype: str, accelerator: Any) -> None:
