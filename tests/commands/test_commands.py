@@ -59,6 +59,23 @@ def test_importing_the_package_imports_no_library() -> None:
     assert not {name.split(".")[0] for name in done.stdout.split()} & HEAVY
 
 
+@pytest.mark.parametrize(
+    ("words", "restarts"),
+    [(["zero_tp.pretrain", "--help"], 1), (["zero_tp", "path", "pretrain"], 0)],
+)
+def test_training_on_cpus_begins_once_more_with_its_heap(words: list[str], restarts: int) -> None:
+    """As the environment of glibc's allocator is read when a process begins."""
+    script = (
+        "import os, runpy, sys\n"
+        "if 'GLIBC_TUNABLES' in os.environ: print('restarted', flush=True)\n"
+        f"sys.argv = {words!r}\n"
+        f"runpy.run_module({words[0]!r}, run_name='__main__')\n"
+    )
+    done = launched.run([sys.executable, "-c", script], ROOT, variables={"DS_ACCELERATOR": "cpu"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines().count("restarted") == restarts
+
+
 def test_the_public_names_are_what_they_say() -> None:
     import zero_tp.data
     import zero_tp.tools.planning.plan  # the modules of the functions don't take their place
