@@ -61,17 +61,21 @@ def test_importing_the_package_imports_no_library() -> None:
 
 @pytest.mark.parametrize(
     ("words", "restarts"),
-    [(["zero_tp.pretrain", "--help"], 1), (["zero_tp", "path", "pretrain"], 0)],
+    [
+        (["-m", "zero_tp.pretrain", "--help"], 1),
+        (["launch/pretrain.py", "--help"], 1),
+        (["-m", "zero_tp", "path", "pretrain"], 0),
+    ],
 )
-def test_training_on_cpus_begins_once_more_with_its_heap(words: list[str], restarts: int) -> None:
+def test_training_on_cpus_begins_once_more_with_its_heap(
+    words: list[str], restarts: int, tmp_path: Path
+) -> None:
     """As the environment of glibc's allocator is read when a process begins."""
-    script = (
-        "import os, runpy, sys\n"
-        "if 'GLIBC_TUNABLES' in os.environ: print('restarted', flush=True)\n"
-        f"sys.argv = {words!r}\n"
-        f"runpy.run_module({words[0]!r}, run_name='__main__')\n"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nif 'GLIBC_TUNABLES' in os.environ: print('restarted', flush=True)\n"
     )
-    done = launched.run([sys.executable, "-c", script], ROOT, variables={"DS_ACCELERATOR": "cpu"})
+    variables = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = launched.run([sys.executable, *words], ROOT, variables=variables)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines().count("restarted") == restarts
 

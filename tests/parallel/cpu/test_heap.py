@@ -60,7 +60,7 @@ def test_freed_memory_is_kept_unless_the_environment_tunes_malloc(
     assert (int(faults) < 1000) == kept
 
 
-def run(script: str, *words: str, **variables: str) -> list[str]:
+def run(script: str, *words: str, stdin: str | None = None, **variables: str) -> list[str]:
     """Run a script in an environment that tunes no allocator, and return what it printed."""
     bare = {
         name: value
@@ -68,7 +68,8 @@ def run(script: str, *words: str, **variables: str) -> list[str]:
         if not name.startswith(("MALLOC_", "GLIBC_"))
     }
     done = subprocess.run(
-        [sys.executable, "-c", script, *words],
+        [sys.executable, *(() if stdin else ("-c", script)), *words],
+        input=stdin,
         env=bare | variables,
         capture_output=True,
         text=True,
@@ -108,6 +109,12 @@ def test_a_process_that_trains_on_cpus_begins_once_more_without_caches(
     words: list[str], variables: dict[str, str], printed: list[str]
 ) -> None:
     assert run(RESTART, *words, **{"DS_ACCELERATOR": "cpu"} | variables) == printed
+
+
+def test_a_script_that_was_read_from_a_pipe_goes_on() -> None:
+    """Read once more it would be empty, and end well without having trained."""
+    [began, went_on] = run("", "-", stdin=RESTART, DS_ACCELERATOR="cpu")
+    assert (began, went_on) == ("began", "None True")
 
 
 GROWTH = """

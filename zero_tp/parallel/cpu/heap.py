@@ -49,13 +49,14 @@ def restart_without_caches() -> None:
     fits there again: ZeRO-2 took 3.7 GiB instead of 2.3 (benchmarks/tried.md). Only the
     environment turns these caches off, and only when a process begins.
 
-    It does nothing where torch is imported already, because that takes seconds, or where
-    DS_ACCELERATOR is not "cpu".
+    It does nothing where torch is imported already, because that takes seconds, where
+    DS_ACCELERATOR is not "cpu", or for a script that was read from a pipe and is gone.
     """
     tunables = os.environ.get(TUNABLES, "")
     if (
         os.environ.get("DS_ACCELERATOR") == "cpu"
         and "torch" not in sys.modules
+        and (sys.argv[0] == "-c" or os.path.isfile(sys.argv[0]))
         and WITHOUT_CACHES not in tunables
         and can_keep_freed_memory()
     ):
