@@ -145,16 +145,12 @@ def _marks(function: object) -> list[pytest.Mark]:
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, object, object]:
-    session.stash[COLLECTED] = [item.nodeid for item in items]
+    # Before -m and -k select, in the order in which a process without them has the tests.
+    session.stash[COLLECTED] = [item.nodeid for item in longest_first(items)]
     result = yield
     if config.option.fast:
         keep_first_cases(config, items)
-    # The longest files first, so that at the end no worker is left alone with one.
-    long = {item.path for item in items if RANK_FIXTURES & {*getattr(item, "fixturenames", ())}}
-    long |= {
-        item.path for item in items if item.path.name in ("test_promises.py", "test_signals.py")
-    }
-    items.sort(key=lambda item: item.path not in long)
+    items[:] = longest_first(items)
     if config.option.part is not None:
         chosen, number = config.option.part
         counts = Counter[Path]()
@@ -165,6 +161,17 @@ def pytest_collection_modifyitems(
         deselected, items[:] = shares
         config.hook.pytest_deselected(items=deselected)
     return result
+
+
+def longest_first(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests, those of the longest files first, so that at the end no worker is left
+    alone with one.
+    """
+    long = {item.path for item in items if RANK_FIXTURES & {*getattr(item, "fixturenames", ())}}
+    long |= {
+        item.path for item in items if item.path.name in ("test_promises.py", "test_signals.py")
+    }
+    return sorted(items, key=lambda item: item.path not in long)
 
 
 def keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
