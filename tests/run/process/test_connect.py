@@ -84,21 +84,24 @@ def test_ranks_wait_for_one_that_reads_a_large_corpus(
 
 
 @pytest.mark.parametrize(
-    ("set_to", "stage", "replicas", "expected"),
+    ("set_to", "stage", "replicas", "dtype", "expected"),
     [
-        ("true", 2, 2, ["keeps"]),
-        ("false", 0, 1, []),
-        ('"auto"', 0, 2, ["returns", "keeps"]),
-        ('"auto"', 1, 1, ["returns", "keeps"]),
-        ('"auto"', 1, 2, ["returns"]),
-        ('"auto"', 2, 2, ["returns"]),
-        ('"auto"', 3, 2, ["returns", "keeps"]),
+        ("true", 2, 2, "fp32", ["keeps"]),
+        ("false", 0, 1, "fp32", []),
+        ('"auto"', 0, 2, "fp32", ["returns", "keeps"]),
+        ('"auto"', 1, 1, "fp32", ["returns", "keeps"]),
+        ('"auto"', 1, 2, "fp32", ["returns"]),
+        ('"auto"', 2, 2, "fp32", ["returns"]),
+        ('"auto"', 3, 2, "fp32", ["returns", "keeps"]),
+        ('"auto"', 1, 1, "bf16", ["keeps"]),
+        ('"auto"', 2, 2, "bf16", ["returns"]),
     ],
 )
 def test_a_rank_keeps_freed_memory_as_its_config_says(
     set_to: str,
     stage: int,
     replicas: int,
+    dtype: str,
     expected: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -109,7 +112,7 @@ def test_a_rank_keeps_freed_memory_as_its_config_says(
     monkeypatch.setattr(connect_module, "let_return_freed_memory", lambda: calls.append("returns"))
     monkeypatch.setattr(connect_module, "connect", lambda *_, **__: calls.append("connected"))
     change = f"zero_tp.training.keep_freed_memory={set_to}"
-    path = write_config(tmp_path / "config.json", stage, "fp32", tensor=1)
+    path = write_config(tmp_path / "config.json", stage, dtype, tensor=1)
     config = RunConfig.load(path, [change], replicas)
     connect_deepspeed(config, RankEnvironment(0, replicas, 0, replicas))
     assert calls == [*expected, "connected"]

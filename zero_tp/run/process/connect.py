@@ -160,13 +160,13 @@ def connect_deepspeed(
 def _set_heap(config: RunConfig) -> None:
     """Let this process's heap do as `keep_freed_memory` says, before large tensors are made."""
     setting = config.zero_tp.training.keep_freed_memory
-    if setting == "auto":
-        let_return_freed_memory()
     # Buckets, their flat copies and the parts of gradients have many sizes, so few fit where
     # another was (benchmarks/tried.md).
-    if setting is True or (
-        setting == "auto" and not fills_buckets(config.settings, config.data_parallel)
-    ):
+    buckets = fills_buckets(config.settings, config.data_parallel)
+    # A step in 16 bits is shorter, and fresh pages take as long: a sixth of it.
+    if setting == "auto" and (buckets or config.dtype == "fp32"):
+        let_return_freed_memory()
+    if setting is True or (setting == "auto" and not buckets):
         keep_freed_memory()
 
 
