@@ -15,7 +15,8 @@ def main(callbacks: Sequence[Callback] = ()) -> NoReturn:
     """Parse this process's command line, train with your own callbacks, and exit with the run's
     status.
 
-    Call it in the main thread of a script that a launcher starts on every rank.
+    Call it in the main thread of a script that a launcher starts on every rank. With
+    `DS_ACCELERATOR=cpu` the script begins once more at this call, unless it has imported torch.
     """
     start("pretrain", callbacks=callbacks)
 
