@@ -224,7 +224,7 @@ def pieces_of_this_tree(inputs: Inputs, ops: Any) -> dict[str, Callable[[], Piec
 
     def update() -> Piece:
         parts = inputs.update()
-        scalars = adamw_scalars(ADAMW, 1, 0.5, inputs.device)
+        scalars = torch.tensor(adamw_scalars(ADAMW, 1, 0.5), device=inputs.device)
         return Piece(
             partial(ops.map_rows, update_and_round_compiled, parts, scalars), 28 * parts[1].numel()
         )

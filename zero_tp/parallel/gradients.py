@@ -136,11 +136,9 @@ def gradient_norm(
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
-    """Scale all gradients by min(1, limit / (norm + 1e-6)), as DeepSpeed and torch do."""
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Scale all gradients in place."""
     # A Python float, because a tensor would be rounded to the gradients' dtype.
-    factor = limit / (norm + 1e-6)
-    if factor < 1:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)

@@ -314,9 +314,12 @@ def _scaled(tensor: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor 
     # torch's own compiled functions ask so, too, before they reuse what forward has saved.
     another_backward = torch._C._autograd._get_current_graph_task_keep_graph()
     fits = tensor.dtype == dtype and not another_backward
-    # A scale of one dimension keeps the product in fp32; a scalar would take the tensor's dtype.
     out = tensor if fits else torch.empty_like(tensor, dtype=dtype)
-    return torch.mul(tensor, scale.reshape(1), out=out)
+    # In chunks, because a CPU's product of two dtypes makes an fp32 copy of both, whole.
+    for rows in CHUNKED.chunks(tensor):
+        # A scale of one dimension keeps it in fp32; a scalar would take the tensor's dtype.
+        torch.mul(tensor[rows], scale.reshape(1), out=out[rows])
+    return out
 
 
 def _divisor(divisor: Tensor | float | None, counted: Tensor, hidden: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""The update of ZeRO-1 and 2 against DeepSpeed's own step, and its kernel against torch's AdamW."""
+"""The updates by AdamW against DeepSpeed's own steps, and their kernel against torch's AdamW."""
 
 from __future__ import annotations
 
 import contextlib
 import random
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -11,19 +12,27 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.allocations import largest_allocation
 from tests.support.compare import grid
 from tests.support.pools import Pools
 from tests.support.settings import fp16_supported
 from tests.support.small_engine import ACCUMULATION, DECAY, build, tokens_of_step
 from tests.tiers import in_tiers
-from zero_tp.engine.zero import adamw_update
+from zero_tp.engine.zero import adamw_update, zero_stages
 from zero_tp.engine.zero.adamw import (
+    FlatAdamW,
     adamw_scalars,
     update_adamw_compiled,
     update_and_round_compiled,
 )
-from zero_tp.engine.zero.adamw_update import AdamWUpdate, UpdateBlock, update_blocks
+from zero_tp.engine.zero.adamw_update import (
+    AdamWUpdate,
+    MastersUpdate,
+    UpdateBlock,
+    update_blocks,
+)
 from zero_tp.model.causal_lm import next_tokens
+from zero_tp.parallel import elementwise
 from zero_tp.parallel.elementwise import COMPILED
 
 FAULTS = {"nan": float("nan"), "infinite": float("inf"), "large": 1e25}
@@ -56,13 +65,16 @@ def steps_of(
         "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}},
         "fp32": {},
     }
+    update: Any = AdamWUpdate if stage else MastersUpdate
     supports = (
         contextlib.nullcontext()
         if is_fused
-        else mock.patch.object(AdamWUpdate, "is_supported", lambda _: False)
+        else mock.patch.object(update, "is_supported", lambda _: False)
     )
     supported = fp16_supported() if dtype == "fp16" else contextlib.nullcontext()
-    with supports, supported:
+    # Of 16-bit gradients, which would be rounded once more.
+    scaling = mock.patch.object(zero_stages, "scale_gradients", lambda *_: None)
+    with supports, supported, contextlib.nullcontext() if stage or is_fused else scaling:
         engine = build(
             topology,
             stage,
@@ -70,7 +82,9 @@ def steps_of(
             gradient_clipping=0.5,
             **precisions[dtype],
         )
-        assert (engine.zero.optimizer.step.__func__ is AdamWUpdate.step) == is_fused
+        assert (engine.zero.optimizer.step.__func__ is update.step) == is_fused
+        if not stage and not is_fused:
+            _clip_masters(engine.zero, 0.5)
         number = 0
 
         def damage(gradient: Tensor) -> Tensor:
@@ -79,6 +93,19 @@ def steps_of(
 
         engine.model.get_parameter(fault[0]).register_hook(damage)
         return [_step(engine, number := step) for step in range(STEPS)]
+
+
+def _clip_masters(zero: Any, limit: float) -> None:
+    """Let DeepSpeed's wrapper without ZeRO clip its fp32 gradients, by the exact norm."""
+    wrapper = zero.optimizer
+    wrapper.clip_grad = limit
+    clip = wrapper.unscale_and_clip_grads
+
+    def clip_by_exact_norm(_: float) -> Any:
+        scale = 1.0 if zero.loss_scale is None else zero.loss_scale.value
+        return clip(zero.norm_and_skipped()[0] * scale)
+
+    wrapper.unscale_and_clip_grads = clip_by_exact_norm
 
 
 def _step(engine: Any, number: int) -> Step:
@@ -113,12 +140,15 @@ PARAMETERS = (
 CASES: list[tuple[int, int, str]] = [
     (tensor, stage, dtype)
     for tensor in (1, 2, 4)
-    for stage in (1, 2)
+    for stage in (0, 1, 2)
     for dtype in ("fp32", "bf16", "fp16")
+    if stage or dtype != "fp32"
 ]
 
 
-@pytest.mark.parametrize(("tensor", "stage", "dtype"), in_tiers(CASES, [(2, 2, "fp16")]))
+@pytest.mark.parametrize(
+    ("tensor", "stage", "dtype"), in_tiers(CASES, [(2, 0, "bf16"), (2, 2, "fp16")])
+)
 def test_every_step_is_that_of_deepspeed(
     ranks: Pools, run_seed: int, tensor: int, stage: int, dtype: str
 ) -> None:
@@ -198,6 +228,37 @@ def test_a_gradient_that_is_wrong_on_one_rank_alone_skips_the_step_of_all(
     assert ranks(2).run(skips, stage, optimizer, name) == [[(True, True)] * 4] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_in_chunks_is_torchs_step(
+    dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a matrix and with a factor; no copy has the size of the whole gradient."""
+    torch.manual_seed(seed)
+    monkeypatch.setattr(elementwise, "CACHE_ELEMENTS", 2**8)
+    master = torch.randn(123, 1001)
+    expected = master.clone()
+    options: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1, "fused": True}
+    reference = torch.optim.AdamW([expected], **options)
+    optimizer = torch.optim.AdamW([master], **options)
+    adamw = FlatAdamW(optimizer, None)
+    weight = master.to(dtype).flatten()
+    for _ in range(3):
+        gradient = torch.randn(123, 1001).to(dtype)
+        expected.grad = gradient.float() * 0.37
+        reference.step()
+        update = adamw.begin(master, optimizer.param_groups[0], 0.37)
+        for elements in (slice(0, 70_000), slice(70_000, master.numel())):
+            part = None if dtype == torch.float32 else weight[elements]
+            block = gradient.flatten()[elements]
+            assert largest_allocation(partial(update, block, elements, part)) <= 70_000
+        torch.testing.assert_close(master, expected, rtol=2.4e-7, atol=1.2e-7)
+        assert dtype == torch.float32 or torch.equal(weight, master.to(dtype).flatten())
+    for kind in ("exp_avg", "exp_avg_sq", "step"):
+        torch.testing.assert_close(
+            optimizer.state[master][kind], reference.state[expected][kind], rtol=2.4e-7, atol=1.2e-7
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", in_tiers([torch.float32, torch.bfloat16], [torch.bfloat16]))
 def test_the_compiled_update_is_torchs_fused_adamw(dtype: torch.dtype, seed: int) -> None:
@@ -231,7 +292,7 @@ def test_the_compiled_update_is_torchs_fused_adamw(dtype: torch.dtype, seed: int
                 maximize=False,
             )
             weight = torch.empty(size, dtype=dtype)
-            scalars = adamw_scalars(settings, count, 0.37, torch.device("cpu"))
+            scalars = torch.tensor(adamw_scalars(settings, count, 0.37))
             block = (gradient, master, first, second)
             if dtype == torch.float32:
                 COMPILED.map_rows(update_adamw_compiled, block, scalars)

@@ -16,9 +16,10 @@ import resource, sys, torch
 from concurrent.futures import ThreadPoolExecutor
 from zero_tp.parallel.cpu.heap import can_keep_freed_memory, keep_freed_memory
 print(can_keep_freed_memory())
-if sys.argv[1] == "keep":
-    keep_freed_memory()
-threads, make = ThreadPoolExecutor(1), lambda: torch.ones(2**24).add_(1).sum()
+if sys.argv[1] != "leave":
+    keep_freed_memory(large=sys.argv[1] == "keep")
+elements = 2**18 * int(sys.argv[3])
+threads, make = ThreadPoolExecutor(1), lambda: torch.ones(elements).add_(1).sum()
 for turn in range(20):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     (threads.submit(make).result if sys.argv[2] == "thread" else make)()
@@ -27,23 +28,27 @@ print(faults)
 """
 
 
-KEPT: list[tuple[str, str, dict[str, str], bool, bool]] = [
-    ("keep", "main", {}, True, True),
-    ("keep", "thread", {}, True, True),
-    ("leave", "main", {}, True, False),
-    ("leave", "thread", {}, True, False),
-    ("keep", "main", {"MALLOC_MMAP_THRESHOLD_": "131072"}, False, False),
-    ("keep", "main", {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, False, False),
+KEPT: list[tuple[str, str, int, dict[str, str], bool, bool]] = [
+    ("keep", "main", 64, {}, True, True),
+    ("keep", "thread", 64, {}, True, True),
+    ("keep-small", "main", 16, {}, True, True),
+    ("keep-small", "thread", 64, {}, True, False),
+    ("leave", "main", 64, {}, True, False),
+    ("leave", "thread", 64, {}, True, False),
+    ("keep", "main", 64, {"MALLOC_MMAP_THRESHOLD_": "131072"}, False, False),
+    ("keep", "main", 64, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, False, False),
 ]
 
 
 @THOROUGH
-@pytest.mark.parametrize(("word", "where", "variables", "can", "kept"), in_tiers(KEPT, [KEPT[1]]))
+@pytest.mark.parametrize(
+    ("word", "where", "size", "variables", "can", "kept"), in_tiers(KEPT, [KEPT[1]])
+)
 def test_freed_memory_is_kept_unless_the_environment_tunes_malloc(
-    word: str, where: str, variables: dict[str, str], can: bool, kept: bool
+    word: str, where: str, size: int, variables: dict[str, str], can: bool, kept: bool
 ) -> None:
     """A tensor of 64 MiB, made and freed again and again, has 16,384 pages. In a thread it is
-    larger than the heap.
+    larger than the heap. One of 16 MiB has 4,096, and is small.
 
     Small blocks may take an end of what was freed, and then the next tensor no longer fits there:
     up to five of the first tensors had fresh pages in twenty processes, none after them.
@@ -53,7 +58,7 @@ def test_freed_memory_is_kept_unless_the_environment_tunes_malloc(
         for name, value in os.environ.items()
         if not name.startswith(("MALLOC_", "GLIBC_"))
     }
-    words = [sys.executable, "-c", FAULTS, word, where]
+    words = [sys.executable, "-c", FAULTS, word, where, str(size)]
     done = subprocess.run(words, env=bare | variables, capture_output=True, text=True, check=True)
     said, faults = done.stdout.split()
     assert (said == "True") == can

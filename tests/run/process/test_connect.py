@@ -93,7 +93,10 @@ def test_ranks_wait_for_one_that_reads_a_large_corpus(
         ('"auto"', 1, 2, "fp32", ["returns"]),
         ('"auto"', 2, 2, "fp32", ["returns"]),
         ('"auto"', 3, 2, "fp32", ["returns", "keeps"]),
-        ('"auto"', 1, 1, "bf16", ["keeps"]),
+        ('"auto"', 0, 2, "bf16", ["keeps small"]),
+        ('"auto"', 1, 1, "bf16", ["keeps small"]),
+        ('"auto"', 3, 2, "bf16", ["keeps"]),
+        ("true", 1, 1, "bf16", ["keeps"]),
         ('"auto"', 2, 2, "bf16", ["returns"]),
     ],
 )
@@ -108,7 +111,11 @@ def test_a_rank_keeps_freed_memory_as_its_config_says(
 ) -> None:
     """Wherever it is connected, because benchmarks measure what a run does."""
     calls: list[str] = []
-    monkeypatch.setattr(connect_module, "keep_freed_memory", lambda: calls.append("keeps"))
+
+    def keep(*, large: bool) -> None:
+        calls.append("keeps" if large else "keeps small")
+
+    monkeypatch.setattr(connect_module, "keep_freed_memory", keep)
     monkeypatch.setattr(connect_module, "let_return_freed_memory", lambda: calls.append("returns"))
     monkeypatch.setattr(connect_module, "connect", lambda *_, **__: calls.append("connected"))
     change = f"zero_tp.training.keep_freed_memory={set_to}"

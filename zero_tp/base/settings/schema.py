@@ -288,9 +288,9 @@ class Training(ConfigModel):
     keep_freed_memory: bool | Literal["auto"] = Field(
         "auto",
         description="On CPUs, reuse freed memory for later tensors: faster, but takes more. "
-        '`"auto"`: unless ZeRO-1 or 2 fills buckets with gradients; in fp32, during a step. With '
-        "`DS_ACCELERATOR=cpu` a run starts itself once more, with `GLIBC_TUNABLES` that join freed "
-        "blocks.",
+        '`"auto"`: unless ZeRO-1 or 2 fills buckets with gradients; in fp32, during a step; in 16 '
+        "bits below ZeRO-3, blocks under 32 MiB. With `DS_ACCELERATOR=cpu` a run starts itself "
+        "once more, with `GLIBC_TUNABLES` that join freed blocks.",
     )
 
     @property

@@ -1,63 +1,161 @@
-"""AdamW of a piece of a partition, in place: masters, moments and the rounded weights.
+"""AdamW of flat tensors, block by block and in place: masters, moments and the rounded weights.
 
 In fp32 the masters are the weights.
 
 `options` are an optimizer's group: "lr", "betas", "eps", "weight_decay".
 
-Compiled it is one kernel; otherwise torch's fused kernel updates an fp32 copy of the gradient.
+Compiled it is one kernel; otherwise torch's fused kernel updates chunks, whose gradients are copied
+to fp32.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zero_tp.engine.zero.facts import UPDATE_ELEMENTS
+from zero_tp.parallel.elementwise import CHUNKED, ElementwiseOps
+
+
+class FlatAdamW:
+    """Updates blocks of the flat masters of torch's fused AdamW, and keeps its states.
+
+    Args:
+        optimizer: it; its own step is not called.
+        elementwise: compiles the update; None: torch's fused kernel runs it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, elementwise: ElementwiseOps | None):
+        self._optimizer = optimizer
+        self._elementwise = elementwise
+        self._updates: dict[Tensor, tuple[Tensor, int]] = {}
+        self._scalars: tuple[list[float], Tensor] | None = None
+
+    @staticmethod
+    def is_supported(optimizer: Any) -> bool:
+        """Return whether an optimizer is torch's fused AdamW, without amsgrad."""
+        # Others, such as DeepSpeed's FusedAdam, SGD, or Adam with L2 decay, keep DeepSpeed's step.
+        return type(optimizer) is torch.optim.AdamW and all(
+            group["fused"] and not (group["amsgrad"] or group["maximize"])
+            for group in optimizer.param_groups
+        )
+
+    def begin(
+        self, flat: Tensor, options: Mapping[str, Any], factor: float
+    ) -> Callable[[Tensor, slice, Tensor | None], None]:
+        """Count an update of `flat`; return the function that updates a block of it.
+
+        That takes the block's gradient [n], its elements of `flat`, and its rounded weights [n], or
+        None if they are the masters.
+
+        Args:
+            factor: of the gradients: it clips, and undoes a loss scale.
+        """
+        state = self._state(flat)
+        count = self._count_update(flat, state["step"])
+        tensors = [
+            tensor.detach().view(-1) for tensor in (flat, state["exp_avg"], state["exp_avg_sq"])
+        ]
+        scalars = None
+        if self._elementwise is not None:
+            scalars = self._device_scalars(adamw_scalars(options, count, factor), flat.device)
+
+        def update(gradient: Tensor, elements: slice, weight: Tensor | None) -> None:
+            parts = [gradient, *(tensor[elements] for tensor in tensors)]
+            rounded = [] if weight is None else [weight]
+            # A compiled kernel would clone what does not begin at 16 bytes, as the partition of one
+            # of 6 replicas may, and copy it back.
+            is_aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (*parts, *rounded))
+            if self._elementwise is None or not is_aligned:
+                update_adamw_eagerly(state["step"], options, factor, *parts, *rounded)
+            else:
+                compiled = update_and_round_compiled if rounded else update_adamw_compiled
+                self._elementwise.map_rows(compiled, [*parts, *rounded], scalars)
+
+        return update
+
+    def _state(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return the optimizer's state of a flat tensor, made as torch's AdamW makes it."""
+        state: dict[str, Tensor] = self._optimizer.state[flat]
+        for kind in ("exp_avg", "exp_avg_sq"):
+            if kind not in state:
+                state[kind] = torch.zeros_like(flat, requires_grad=False)
+        if "step" not in state:
+            state["step"] = torch.zeros((), device=flat.device)
+        return state
+
+    def _count_update(self, flat: Tensor, step: Tensor) -> int:
+        """Count an update; return its number.
+
+        The tensor stays where torch's kernel reads it. Reading it would wait for the device, so a
+        number beside it is counted, too.
+        """
+        known, count = self._updates.get(flat, (None, 0))
+        if known is not step:  # the first update, or a checkpoint was restored
+            count = int(step)
+        self._updates[flat] = (step, count + 1)
+        step += 1
+        return count + 1
+
+    def _device_scalars(self, numbers: list[float], device: torch.device) -> Tensor:
+        """Return the numbers on the device, fp32; those of the call before are not sent again."""
+        if self._scalars is None or self._scalars[0] != numbers:
+            # As a tensor, because numbers would be compiled into the kernel: a new rate would
+            # compile anew.
+            scalars = torch.tensor(numbers, pin_memory=device.type == "cuda")
+            self._scalars = (numbers, scalars.to(device, non_blocking=True))
+        return self._scalars[1]
+
 
 def update_adamw_eagerly(
+    step: Tensor,
+    options: Mapping[str, Any],
+    factor: float,
     gradient: Tensor,
     master: Tensor,
     first: Tensor,
     second: Tensor,
-    step: Tensor,
-    options: Mapping[str, Any],
-    factor: float,
+    weight: Tensor | None = None,
 ) -> None:
-    """Update a block by torch's fused kernel, with an fp32 copy of its gradient alone. All [n]."""
-    wide = gradient.float()
-    if factor != 1.0:
-        wide.mul_(factor)
-    beta1, beta2 = options["betas"]
-    torch._fused_adamw_(
-        [master],
-        [wide],
-        [first],
-        [second],
-        [],
-        [step],
-        lr=float(options["lr"]),
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=options["weight_decay"],
-        eps=options["eps"],
-        amsgrad=False,
-        maximize=False,
-    )
+    """Update a block by torch's fused kernel, with an fp32 copy of a chunk's gradient alone. All
+    [n].
 
-
-def adamw_scalars(
-    options: Mapping[str, Any], count: int, factor: float, device: torch.device
-) -> Tensor:
-    """Return the numbers of `adamw`, computed in fp64, fp32 [8] on the device.
-
-    As a tensor, because numbers would be compiled into the kernel: a new rate would compile anew.
+    Args:
+        weight: gets the rounded master; None: the master is the weight.
     """
+    beta1, beta2 = options["betas"]
+    for rows in CHUNKED.chunks(gradient, UPDATE_ELEMENTS):
+        wide = gradient[rows].float()
+        if factor != 1.0:
+            wide.mul_(factor)
+        torch._fused_adamw_(
+            [master[rows]],
+            [wide],
+            [first[rows]],
+            [second[rows]],
+            [],
+            [step],
+            lr=float(options["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=options["weight_decay"],
+            eps=options["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+        if weight is not None:
+            weight[rows].copy_(master[rows])
+
+
+def adamw_scalars(options: Mapping[str, Any], count: int, factor: float) -> list[float]:
+    """Return the 8 numbers of `adamw`, for the update with number `count`."""
     lr = float(options["lr"])
     beta1, beta2 = options["betas"]
-    numbers = [
+    return [
         factor,
         1 - lr * options["weight_decay"],
         1 - beta1,
@@ -67,8 +165,6 @@ def adamw_scalars(
         math.sqrt(1 - beta2**count),
         options["eps"],
     ]
-    scalars = torch.tensor(numbers, pin_memory=device.type == "cuda")
-    return scalars.to(device, non_blocking=True)
 
 
 def update_adamw_compiled(
@@ -103,7 +199,7 @@ def adamw(
     """Return master and moments after a step of AdamW (arXiv 1711.05101, algorithm 2).
 
     Args:
-        scalars: of `adamw_scalars`.
+        scalars: the numbers of `adamw_scalars`, fp32 [8].
     """
     factor, decay, rate1, beta2, rate2, step_size, correction, eps = scalars.unbind()
     wide = gradient.float() * factor

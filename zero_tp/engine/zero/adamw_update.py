@@ -1,18 +1,20 @@
-"""The update of ZeRO-1 and 2 by AdamW: one pass over the gradients for their norm, one for the
-update.
+"""The update of ZeRO-1 and 2 by AdamW, and of ZeRO-0 in 16 bits: one pass over the gradients for
+their norm, one for the update.
 
 DeepSpeed's own step goes over each gradient nine times: for an overflow scan, for fp64 copies
 and their norm, to flatten, to convert, to clip, and for the optimizer and the rounded weights.
+Without ZeRO it also copies all gradients to fp32 at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import (
     INITIAL_MICRO_STEP_ID,
@@ -22,14 +24,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     OPTIMIZER_TIMERS,
     DeepSpeedZeroOptimizer,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
-from zero_tp.engine.zero.adamw import (
-    adamw_scalars,
-    update_adamw_compiled,
-    update_adamw_eagerly,
-    update_and_round_compiled,
-)
+from zero_tp.engine.zero.adamw import FlatAdamW
 from zero_tp.engine.zero.veto import StepVeto
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import ElementwiseOps
@@ -144,24 +141,17 @@ class AdamWUpdate:
         self._optimizer = optimizer
         self._topology = topology
         self._veto = veto
-        self._elementwise = elementwise
+        self._adamw = FlatAdamW(optimizer.optimizer, elementwise)
         self._plans: dict[int, GroupPlan] = {}
-        self._updates: dict[int, tuple[Tensor, int]] = {}
         self.change: Callable[[Sequence[Tensor]], bool] | None = None
 
     @staticmethod
     def is_supported(optimizer: Any) -> bool:
         """Return whether DeepSpeed's optimizer keeps its states on the device, for AdamW."""
-        # Others, such as an offloaded optimizer, DeepSpeed's FusedAdam, SGD, or Adam with L2 decay
-        # or amsgrad, keep DeepSpeed's step.
         return (
             type(optimizer) is DeepSpeedZeroOptimizer
             and not optimizer.cpu_offload
-            and type(optimizer.optimizer) is torch.optim.AdamW
-            and all(
-                group["fused"] and not (group["amsgrad"] or group["maximize"])
-                for group in optimizer.param_groups
-            )
+            and FlatAdamW.is_supported(optimizer.optimizer)
         )
 
     @torch.no_grad()
@@ -286,31 +276,12 @@ class AdamWUpdate:
         if not blocks:
             return  # of a few small parameters this rank may have none
         flat = optimizer.single_partition_of_fp32_groups[group]
-        state = self._state(flat)
-        tensors = [flat.detach(), state["exp_avg"], state["exp_avg_sq"]]
-        compiled: Callable[..., None] = update_adamw_compiled
-        if (rounded := self._rounded_weights(group)) is not None:
-            tensors.append(rounded)
-            compiled = update_and_round_compiled
-        options = optimizer.param_groups[group]  # with this step's learning rate
-        count = self._count_update(group, state["step"])
-        scalars = None
-        if self._elementwise is not None:
-            scalars = adamw_scalars(options, count, factor, flat.device)
+        rounded = self._rounded_weights(group)
+        # The group has this step's learning rate.
+        update = self._adamw.begin(flat, optimizer.param_groups[group], factor)
         for block in blocks:
-            parts = [gradients.pop(0), *(tensor[block.elements] for tensor in tensors)]
-            # A compiled kernel would clone what does not begin at 16 bytes, as the partition of one
-            # of 6 replicas may, and copy it back.
-            is_aligned = all(tensor.data_ptr() % 16 == 0 for tensor in parts)
-            if self._elementwise is None or not is_aligned:
-                gradient, master, first, second, *weights = parts
-                update_adamw_eagerly(
-                    gradient, master, first, second, state["step"], options, factor
-                )
-                for weight in weights:
-                    weight.copy_(master)
-            else:
-                self._elementwise.map_rows(compiled, parts, scalars)
+            weight = None if rounded is None else rounded[block.elements]
+            update(gradients.pop(0), block.elements, weight)
 
     def _change_masters(self) -> None:
         """Call `change`, and round the masters again if it has changed some."""
@@ -327,25 +298,65 @@ class AdamWUpdate:
         master = self._optimizer.single_partition_of_fp32_groups[group]
         return None if weights.data_ptr() == master.data_ptr() else weights
 
-    def _state(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return the optimizer's state of a partition, made as torch's AdamW makes it."""
-        state: dict[str, Tensor] = self._optimizer.optimizer.state[flat]
-        for kind in ("exp_avg", "exp_avg_sq"):
-            if kind not in state:
-                state[kind] = torch.zeros_like(flat, requires_grad=False)
-        if "step" not in state:
-            state["step"] = torch.zeros((), device=flat.device)
-        return state
 
-    def _count_update(self, group: int, step: Tensor) -> int:
-        """Count an update; return its number.
+class MastersUpdate:
+    """Replaces the step of DeepSpeed's 16-bit optimizer without ZeRO, where `is_supported`.
 
-        The tensor stays where torch's kernel reads it. Reading it would wait for the device, so a
-        number beside it is counted, too.
-        """
-        known, count = self._updates.get(group, (None, 0))
-        if known is not step:  # the first update, or a checkpoint was restored
-            count = int(step)
-        self._updates[group] = (step, count + 1)
-        step += 1
-        return count + 1
+    Each gradient is converted, clipped and freed with its update.
+
+    Args:
+        optimizer: DeepSpeed's, around torch's fused AdamW.
+        elementwise: see `AdamWUpdate`.
+
+    Attributes:
+        factor: of the next step's gradients; None: the step is skipped.
+        change: see `ZeroEngine.on_update`.
+    """
+
+    def __init__(self, optimizer: Any, elementwise: ElementwiseOps | None):
+        self._optimizer = optimizer
+        self._adamw = FlatAdamW(optimizer.optimizer, elementwise)
+        self.factor: float | None = None
+        self.change: Callable[[Sequence[Tensor]], bool] | None = None
+
+    @staticmethod
+    def is_supported(optimizer: Any) -> bool:
+        """Return whether DeepSpeed's optimizer has a master of each parameter, for AdamW."""
+        return type(optimizer) is FP16_UnfusedOptimizer and FlatAdamW.is_supported(
+            optimizer.optimizer
+        )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update the weights, unless the step is skipped; drop the gradients."""
+        optimizer = self._optimizer
+        optimizer.overflow = self.factor is None
+        groups = zip(
+            optimizer.param_groups, optimizer.fp16_groups, optimizer.fp32_groups, strict=True
+        )
+        if self.factor is not None:
+            for options, weights, masters in groups:
+                for weight, master in zip(weights, masters, strict=True):
+                    self._update(weight, master, options, self.factor)
+            self._change_masters()
+            # Its schedule warns if it has not stepped.
+            optimizer.optimizer._opt_called = True
+        optimizer.zero_grad()
+
+    def _update(
+        self, weight: nn.Parameter, master: Tensor, options: Mapping[str, Any], factor: float
+    ) -> None:
+        # Without a gradient the moments and the master decay, as in DeepSpeed's step.
+        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        weight.grad = None
+        update = self._adamw.begin(master, options, factor)
+        update(gradient.reshape(-1), slice(None), weight.detach().view(-1))
+
+    def _change_masters(self) -> None:
+        """Call `change`, and round the masters again if it has changed some."""
+        optimizer = self._optimizer
+        masters = [master for group in optimizer.fp32_groups for master in group]
+        if self.change is not None and self.change(masters):
+            for weights, group in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+                for weight, master in zip(weights, group, strict=True):
+                    weight.copy_(master)

@@ -4,7 +4,8 @@ share.
 The class that takes the step:
 
     stage 0     fp32: torch's optimizer itself. 16 bit: FP16_UnfusedOptimizer, or FP16_Optimizer
-                around DeepSpeed's FusedAdam.
+                around DeepSpeed's FusedAdam. With torch's fused AdamW, `MastersUpdate` is the step
+                of the first.
     stage 1     DeepSpeedZeroOptimizer; BF16_Optimizer in bf16 with fp32 accumulation and without
                 offloading.
     stage 2     DeepSpeedZeroOptimizer
@@ -21,6 +22,8 @@ ALLREDUCE_BUCKET = 500_000_000
 """Elements of one all-reduce at stage 0 and in BF16_Optimizer, which have no buckets
 (deepspeed/runtime/constants.py, MEMORY_OPT_ALLREDUCE_SIZE).
 """
+UPDATE_ELEMENTS = 2**24
+"""Elements of a chunk of an accelerator's update by AdamW that is not compiled."""
 
 
 def sums_in_fp32(settings: DeepSpeedSettings) -> bool:
@@ -59,10 +62,14 @@ def is_fused_adamw(optimizer: Optimizer | None) -> bool:
 
 
 def runs_adamw_update(
-    stage: int, *, fused_adamw: bool, bf16_optimizer: bool, offloaded: bool
+    stage: int, dtype: str, *, fused_adamw: bool, bf16_optimizer: bool, offloaded: bool
 ) -> bool:
-    """Return whether `AdamWUpdate` replaces DeepSpeed's step (`AdamWUpdate.is_supported`)."""
-    return stage in (1, 2) and fused_adamw and not bf16_optimizer and not offloaded
+    """Return whether `AdamWUpdate` or `MastersUpdate` replaces DeepSpeed's step (their
+    `is_supported`).
+    """
+    # In fp32 stage 0 has no step of DeepSpeed's, but torch's.
+    has_step = stage in (1, 2) or (stage == 0 and dtype != "fp32")
+    return has_step and fused_adamw and not bf16_optimizer and not offloaded
 
 
 def weights_are_masters(stage: int, dtype: str, *, offloaded: bool) -> bool:

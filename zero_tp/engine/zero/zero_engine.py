@@ -257,9 +257,10 @@ class ZeroEngine(ABC):
 
         `AdamWUpdate` (adamw_update.py) does them for torch's AdamW at stages 1 and 2, without
         offload. Elsewhere DeepSpeed's step does them, and asks the veto for spikes in what the
-        stage's `initialize` (zero_stages.py) wraps. At stage 0 `ZeroStage0` computes the norm,
-        vetoes and clips before DeepSpeed updates. A spike skips the update, as DeepSpeed
-        skips one with gradients that are not finite, but keeps fp16's loss scale.
+        stage's `initialize` (zero_stages.py) wraps. At stage 0 `ZeroStage0` computes the norm and
+        vetoes before the update, which is `MastersUpdate`'s for torch's AdamW in 16 bits. A spike
+        skips the update, as DeepSpeed skips one with gradients that are not finite, but keeps
+        fp16's loss scale.
 
         Args:
             figures: of the whole step, for its last micro-batch: [loss, …]. Without them no spike

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.base.settings.schema import Spike
-from zero_tp.engine.zero.adamw_update import AdamWUpdate, own_weights
+from zero_tp.engine.zero.adamw_update import AdamWUpdate, MastersUpdate, own_weights
 from zero_tp.engine.zero.expert_groups import Trainable
 from zero_tp.engine.zero.facts import (
     keeps_gradients_in_place,
@@ -39,7 +39,7 @@ from zero_tp.engine.zero.veto import StepVeto
 from zero_tp.engine.zero.zero_engine import ZeroEngine
 from zero_tp.parallel.collectives import all_reduce
 from zero_tp.parallel.elementwise import COMPILED
-from zero_tp.parallel.gradients import clip_gradients, gradient_norm, sum_of_squares
+from zero_tp.parallel.gradients import gradient_norm, scale_gradients, sum_of_squares
 from zero_tp.parallel.layout import stored_tensors
 from zero_tp.parallel.spans import Span
 from zero_tp.parallel.topology import Topology
@@ -95,6 +95,7 @@ class ZeroStage0(ZeroEngine):
     def __init__(self, settings: DeepSpeedSettings, topology: Topology, veto: StepVeto):
         super().__init__(settings, topology, veto)
         self._last_norm = float("nan")
+        self._update: MastersUpdate | None = None
 
     def initialize(self, model: ParallelModel, trainable: Trainable) -> None:
         super().initialize(model, trainable)
@@ -102,6 +103,9 @@ class ZeroStage0(ZeroEngine):
         self._has_fp32_masters = hasattr(self.optimizer, "loss_scale_config")
         if self._has_fp32_masters:
             self._undo_first_step()
+            if MastersUpdate.is_supported(self.optimizer):
+                self._update = MastersUpdate(self.optimizer, COMPILED if self.compiled else None)
+                self.optimizer.step = self._update.step
         is_divided = self.deepspeed_engine.gradient_predivide_factor() != 1.0
         if self.topology.data == 1 and not is_divided:
             # The mean over one replica would copy all gradients to a flat tensor and back.
@@ -148,8 +152,12 @@ class ZeroStage0(ZeroEngine):
         # The norm is the same number on all ranks, so all of them apply the step or none does.
         is_applied = not is_spike and math.isfinite(self._last_norm)
         limit = self.settings.gradient_clipping
-        if is_applied and limit > 0:
-            clip_gradients(parameters, self._last_norm, limit)
+        clip = min(1.0, limit / (self._last_norm + 1e-6)) if limit > 0 else 1.0
+        if self._update is not None:
+            self._update.factor = clip / scale if is_applied else None
+            return
+        if is_applied and clip < 1.0:
+            scale_gradients(parameters, clip)
         if not self._has_fp32_masters:
             # A plain torch optimizer checks nothing: remove its gradients, and set the engine's
             # flag.
@@ -166,6 +174,13 @@ class ZeroStage0(ZeroEngine):
 
     def _norm(self) -> float:
         return self._last_norm
+
+    def on_update(self, change: Callable[[Sequence[Tensor]], bool]) -> None:
+        if self._update is None:
+            super().on_update(change)
+        else:
+            # It updates masters and weights without the optimizer's own step.
+            self._update.change = change
 
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the module's weights, and the masters and states, which are not partitioned."""

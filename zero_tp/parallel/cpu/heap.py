@@ -9,9 +9,12 @@ import sys
 # Parameters of mallopt(3), whose values are ints.
 _TRIM_THRESHOLD = -1
 _TOP_PAD = -2
+_MMAP_THRESHOLD = -3
 _MMAP_MAX = -4
 _ARENA_MAX = -8
 _TOP_PAD_BYTES = 2**28
+_LARGE_BYTES = 2**25
+"""A large block's size: the highest that _MMAP_THRESHOLD may be."""
 _HUGE_PAGE_BYTES = 2**21
 _MADV_HUGEPAGE = 14  # of madvise(2)
 TUNABLES = "GLIBC_TUNABLES"
@@ -65,18 +68,22 @@ def restart_without_caches() -> None:
         os.execve(sys.executable, words, {**os.environ, TUNABLES: joined})
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(*, large: bool = True) -> None:
     """Keep freed memory in this process, if its allocator can.
 
     By default glibc maps each large block and unmaps it when it is freed. A training step allocates
     the same blocks again, and the kernel zeroes their pages each time. All threads share one heap:
     gloo's threads would have their own, of 64 MiB each, and still map each reduction's larger
     blocks: 51,600 fresh pages a step in one ZeRO-2 run (benchmarks/tried.md).
+
+    Args:
+        large: also that of blocks of 32 MiB or more. Else such a block, where it fits nowhere, is
+            mapped by itself: a heap that grows for each of them is a tenth larger.
     """
     if can_keep_freed_memory():
         for name, value in (
-            # No block is mapped by itself, and the heap's free end is never returned.
-            (_MMAP_MAX, 0),
+            (_MMAP_MAX, 0) if large else (_MMAP_THRESHOLD, _LARGE_BYTES),
+            # The heap's free end is never returned.
             (_TRIM_THRESHOLD, -1),
             # It grows by 256 MiB at a time, instead of by a system call for each block.
             (_TOP_PAD, _TOP_PAD_BYTES),

@@ -477,6 +477,7 @@ class ZeroSettings:
         """Return whether one pass over each gradient updates masters, moments and weights."""
         return facts.runs_adamw_update(
             self.stage,
+            self.dtype,
             fused_adamw=self.fused_adamw,
             bf16_optimizer=self.runs_bf16_optimizer,
             offloaded=self.offload_optimizer,

@@ -532,8 +532,9 @@ class ZeroMemory:
         e = self.settings.itemsize
         if zero.stage == 0:
             total = self.parameters.total
-            # Without ZeRO the fp32 copy is of all gradients at once.
-            return states._replace(gradients=e * total + (4 * total if e < 4 else 0))
+            # Without ZeRO DeepSpeed's fp32 copy is of all gradients at once.
+            is_copied = e < 4 and not zero.runs_adamw_update
+            return states._replace(gradients=e * total + (4 * total if is_copied else 0))
         if zero.offload_optimizer:
             if zero.stage == 3:
                 return states._replace(gathered=0.0)
@@ -578,9 +579,12 @@ class ZeroMemory:
         return max(updates, key=lambda state: state.gradients + state.buffers + state.host)
 
     def in_first_update(self) -> StateBytes:
-        """Return the peak of a run's first update under Muon, in which each call makes the moments
-        of its own group. benchmarks/papers/steps.py measures it; it is never a run's peak.
+        """Return the peak of a run's first update, in which Muon's calls make the moments of their
+        own groups, and without ZeRO AdamW those of one parameter after another.
+        benchmarks/papers/steps.py measures it; it is never a run's peak.
         """
+        if self.settings.stage == 0 and self.settings.runs_adamw_update:
+            return self._in_first_masters_update()
         sizes = [sum(group) for group in self.parameters.groups]
         if self.settings.stage:
             sizes = self.partition_sizes
@@ -592,6 +596,26 @@ class ZeroMemory:
             updates.append(state._replace(optimizer=state.optimizer - missing))
         return max(updates, key=lambda state: state.gradients + state.buffers + state.optimizer)
 
+    def _in_first_masters_update(self) -> StateBytes:
+        zero = self.settings
+        total = self.parameters.total
+        before = self._in_update(total, 0.0)
+        sizes = list(itertools.chain(*self.parameters.groups))
+        updates = [
+            before._replace(
+                optimizer=before.optimizer - zero.moments * (total - done - size),
+                gradients=zero.itemsize * (total - done),
+                buffers=self._update_copy(size),
+            )
+            for done, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False)
+        ]
+        return max(updates, key=sum)
+
+    def _update_copy(self, numel: int) -> float:
+        """Return the bytes of the fp32 copy of a chunk of a gradient, outside compiled kernels."""
+        is_copied = self.settings.grad_accum_itemsize < 4
+        return 4.0 * min(numel, facts.UPDATE_ELEMENTS) * is_copied
+
     def _in_update(self, updated: int, temporaries: float) -> StateBytes:
         """Return the peak of one call of the optimizer.
 
@@ -600,13 +624,13 @@ class ZeroMemory:
         """
         zero = self.settings
         states = self._in_grad_conversion(updated)
+        if zero.runs_adamw_update:
+            largest = self.parameters.largest
+            if zero.stage:
+                largest = min(largest, max(self.partition_sizes))
+            return states._replace(buffers=states.buffers + self._update_copy(largest))
         if zero.stage == 0:
             return states._replace(buffers=temporaries)
-        if zero.runs_adamw_update:
-            # An fp32 copy of one gradient; compiled kernels have none.
-            copied = 4 if zero.grad_accum_itemsize < 4 else 0
-            largest = min(self.parameters.largest, max(self.partition_sizes))
-            return states._replace(buffers=states.buffers + copied * largest)
         if zero.offload_optimizer:
             return states._replace(host=states.host + temporaries)
         # A group's gradients are freed after their conversion to fp32.
