@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zero_tp.engine.zero.facts import UPDATE_ELEMENTS
-from zero_tp.parallel.elementwise import CHUNKED, ElementwiseOps
+from zero_tp.parallel.elementwise import ElementwiseOps
 
 
 class FlatAdamW:
@@ -128,7 +128,8 @@ def update_adamw_eagerly(
         weight: gets the rounded master; None: the master is the weight.
     """
     beta1, beta2 = options["betas"]
-    for rows in CHUNKED.chunks(gradient, UPDATE_ELEMENTS):
+    for start in range(0, len(gradient), UPDATE_ELEMENTS):
+        rows = slice(start, start + UPDATE_ELEMENTS)
         wide = gradient[rows].float()
         if factor != 1.0:
             wide.mul_(factor)
@@ -147,8 +148,8 @@ def update_adamw_eagerly(
             amsgrad=False,
             maximize=False,
         )
-        if weight is not None:
-            weight[rows].copy_(master[rows])
+    if weight is not None:
+        weight.copy_(master)
 
 
 def adamw_scalars(options: Mapping[str, Any], count: int, factor: float) -> list[float]:

@@ -22,8 +22,8 @@ ALLREDUCE_BUCKET = 500_000_000
 """Elements of one all-reduce at stage 0 and in BF16_Optimizer, which have no buckets
 (deepspeed/runtime/constants.py, MEMORY_OPT_ALLREDUCE_SIZE).
 """
-UPDATE_ELEMENTS = 2**24
-"""Elements of a chunk of an accelerator's update by AdamW that is not compiled."""
+UPDATE_ELEMENTS = 2**22
+"""Elements of a chunk of an update by AdamW that is not compiled."""
 
 
 def sums_in_fp32(settings: DeepSpeedSettings) -> bool:
