@@ -5,7 +5,8 @@
 
 Tensors are fake and the device's properties are pretended. The Triton source is generated and not
 compiled: launches and bytes are proved, speed is not. Tried with torch 2.13.0. Units are U = tokens
-× hidden × 2 bytes, and Uf = tokens × MLP width × 2 bytes; of the update an element of a weight.
+× hidden × 2 bytes, and Uf = tokens × MLP width × 2 bytes; of experts U × a token's experts; of the
+update an element of a weight.
 """
 
 from __future__ import annotations
@@ -33,11 +34,18 @@ from zero_tp.model.rms_norm import (
     _sum_and_norm,
     _weight_gradient,
 )
+from zero_tp.parallel.grouped_linear import (
+    _sum_copies_,
+    _sum_weighted_copies_,
+    _weight_and_project_rows,
+    _weight_rows,
+)
 
 TOKENS = 16_384
 HIDDEN = 2048
 WIDTH = 5504
 HEAD_SIZE = 128
+EXPERTS_PER_TOKEN = 8
 EPSILON = 1e-5
 PROPERTIES = types.SimpleNamespace(
     name="NVIDIA H200",
@@ -223,6 +231,21 @@ def adamw_and_weight(gradient: Tensor, *tensors: Tensor) -> Any:
     return *updated, updated[0].to(gradient.dtype)
 
 
+def experts() -> None:
+    """Lower what experts do with the copies of tokens."""
+    length = TOKENS * EXPERTS_PER_TOKEN
+    rows = Input((TOKENS, HIDDEN), torch.bfloat16)
+    copies = Input((length, HIDDEN), torch.bfloat16)
+    row_of_copy = Input((TOKENS, EXPERTS_PER_TOKEN), torch.int64)
+    by_token = Input((TOKENS, EXPERTS_PER_TOKEN), torch.float32)
+    by_row = Input((length, 1), torch.float32)
+    unit = length * HIDDEN * 2
+    lower("experts' outputs", _sum_weighted_copies_, [rows, row_of_copy, by_token, copies], unit)
+    lower("their input's gradient", _sum_copies_, [rows, row_of_copy, copies], unit)
+    lower("gradients of rows, weights", _weight_and_project_rows, [copies, by_row, copies], unit)
+    lower("weighted gradients", _weight_rows, [copies, by_row], unit)
+
+
 def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -248,8 +271,9 @@ def main() -> None:
     table = Input((TOKENS, 1, 1, HEAD_SIZE // 2), rows.dtype)
     lower("rotation of Q and K", _rotate_pairs_, [half] * 4 + [table] * 2, unit)
     head = Input((TOKENS, 1, heads, HEAD_SIZE), rows.dtype)
-    back = partial(_rotate_back_and_join, neighbours=False)
+    back = partial(_rotate_back_and_join, neighbours=False, last=False)
     lower("its backward, joined", back, [head] * 3 + [table] * 2, unit)
+    experts()
     numel = HIDDEN * WIDTH
     narrow = Input((numel,), torch.bfloat16)
     wide = Input((numel,), torch.float32)

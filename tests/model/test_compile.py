@@ -34,6 +34,12 @@ from zero_tp.model.rms_norm import (
     _weight_gradient,
 )
 from zero_tp.parallel import elementwise, loss
+from zero_tp.parallel.grouped_linear import (
+    _project_rows,
+    _sum_copies_,
+    _sum_weighted_copies_,
+    _weight_and_project_rows,
+)
 from zero_tp.parallel.logits import LogitMap
 from zero_tp.parallel.loss import _max_and_sum_exp_, _to_probabilities_
 from zero_tp.parallel.topology import Topology
@@ -167,6 +173,8 @@ def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor],
     heads = torch.randn(3, 37, 2, 3, 8).to(dtype).unbind()
     angles = torch.randn(2, 37, 1, 1, 3).to(dtype).unbind()
     logits, maximum, factor = torch.randn(37, 24).to(dtype), torch.rand(37), torch.rand(37)
+    row_of_copy = torch.randperm(3 * 37).view(37, 3)
+    copies, by_token = torch.randn(3 * 37, 24).to(dtype), torch.rand(37, 3)
     torch.set_default_device("cpu")
     gelu = partial(F.gelu, approximate="tanh")
     return {
@@ -192,6 +200,10 @@ def cases(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, list[Tensor],
         "rotation back": (_rotate_back_and_join, [*heads, *angles], [False, False]),
         "neighbours back": (_rotate_back_and_join, [*heads, *angles], [True, False]),
         "last features back": (_rotate_back_and_join, [*heads, *angles], [True, True]),
+        "copies": (_sum_copies_, [rows, row_of_copy], [copies]),
+        "weighted copies": (_sum_weighted_copies_, [rows, row_of_copy, by_token], [copies]),
+        "gradients of copies": (_weight_and_project_rows, [gradient, scale, rows], []),
+        "of biases": (_project_rows, [wide[:, :24], rows], []),
         "softmax": (_max_and_sum_exp_, [logits, maximum, factor], [21]),
         "probabilities": (_to_probabilities_, [logits, maximum, factor], [21, LogitMap()]),
         "capped": (_to_probabilities_, [logits, maximum, factor], [21, LogitMap(0.5, 3.0)]),
@@ -223,7 +235,9 @@ def test_a_kernel_computes_what_is_written(
     if backend == "graph":
         monkeypatch.setattr(elementwise, "compile_graph", run_graph)
     torch.manual_seed(seed)
-    exact = 0.0 if backend == "graph" else 1e-6 if dtype == torch.float32 else 1e-2
+    # The graph's operations are torch's decompositions: that of silu differs from torch's kernel by
+    # a last bit on some CPUs.
+    exact = 2**-23 if backend == "graph" else 1e-6 if dtype == torch.float32 else 1e-2
     for name, (function, rows, others) in cases(dtype, device).items():
         copies = [each.clone() for each in rows]
         with torch.no_grad():

@@ -164,9 +164,7 @@ def of_bf16(
     distances = {
         "losses": relative(found.losses, truth.losses) / (FEW_FACTOR * losses),
         "norms": relative(found.norms, truth.norms) / (FEW_FACTOR * norms),
-        # ZeRO-0 clips bf16 gradients where they lie: each is rounded once more, by at most 2^-9 of
-        # itself.
-        "norm after clipping": clipped_difference(found) / (2**-9 if stage == 0 else RELATIVE),
+        "norm after clipping": clipped_difference(found) / RELATIVE,
     }
     for kind in KINDS:
         ours, theirs, *plains = (

@@ -42,12 +42,18 @@ class ElementwiseOps:
         starts = range(0, stop, step)
         return starts if self._choose is None else self._choose(starts)
 
-    def chunks(self, rows: Tensor, accelerator_elements: int | None = None) -> Iterator[slice]:
+    def chunks(
+        self,
+        rows: Tensor,
+        accelerator_elements: int | None = None,
+        row_elements: int | None = None,
+    ) -> Iterator[slice]:
         """Yield the rows of each chunk of `rows` [n, *].
 
         Args:
             accelerator_elements: elements of a chunk on an accelerator; None: all rows are one
                 chunk.
+            row_elements: elements that a function makes of a row; None: those of the row.
         """
         # The threads of torch divide a chunk, and each has its core's cache.
         limit = (
@@ -57,7 +63,8 @@ class ElementwiseOps:
         )
         # Nearly equal chunks, whose size is the nearest to the limit: 2.2 times the limit are two.
         count = max(1, rows.shape[0])
-        pieces = 1 if limit is None else min(count, max(1, round(rows.numel() / limit)))
+        elements = rows.numel() if row_elements is None else count * row_elements
+        pieces = 1 if limit is None else min(count, max(1, round(elements / limit)))
         step = -(-count // pieces)
         yield from (
             slice(start, min(count, start + step)) for start in self.chunk_starts(count, step)
@@ -69,17 +76,18 @@ class ElementwiseOps:
         tensors: Sequence[Tensor],
         *others: Any,
         accelerator_elements: int | None = None,
+        row_elements: int | None = None,
     ) -> Any:
         """Return `function(*tensors, *others)`: one or several tensors with n rows, or None if it
         works in place.
 
         Args:
             tensors: [n, *].
-            accelerator_elements: see `chunks`.
+            accelerator_elements, row_elements: see `chunks`.
         """
         outputs: list[Tensor] = []
         result: Any = None
-        for chunk in self.chunks(tensors[0], accelerator_elements):
+        for chunk in self.chunks(tensors[0], accelerator_elements, row_elements):
             result = function(*(tensor[chunk] for tensor in tensors), *others)
             if result is None:
                 continue
@@ -140,6 +148,7 @@ class CompiledOps(ElementwiseOps):
         tensors: Sequence[Tensor],
         *others: Any,
         accelerator_elements: int | None = None,
+        row_elements: int | None = None,
     ) -> Any:
         return _compiled(function)(*tensors, *others)
 
@@ -200,6 +209,9 @@ class CompiledFunction:
         self._dynamic: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
+        if not len(arguments[0]):
+            # Kernels for no rows would take the place of those of the usual number.
+            return self._function(*arguments)
         key = tuple(
             (value.shape, value.stride(), value.dtype, value.device)
             if isinstance(value, Tensor)

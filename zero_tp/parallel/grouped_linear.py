@@ -26,6 +26,7 @@ from zero_tp.parallel.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
+from zero_tp.parallel.elementwise import ElementwiseModule, ElementwiseOps
 from zero_tp.parallel.expert_exchange import ExpertExchange
 from zero_tp.parallel.layout import Sharded
 from zero_tp.parallel.parameter import ConstantInit, Normal, ParameterMaker
@@ -168,9 +169,48 @@ def dispatch_tokens(
     return experts.start_dispatch(whole.flatten(0, 1)[routing.token_of_row])
 
 
-def _sum_of_copies(combined: Pending, routing: Routing, batch: int) -> Tensor:
+def _sum_copies_(output: Tensor, row_of_copy: Tensor, rows: Tensor) -> None:
+    """Write the sum of the rows of each token's copies. [n, i], [n, k], all rows [n·k, i]."""
+    output.copy_(rows[row_of_copy].sum(1))
+
+
+def _sum_weighted_copies_(
+    output: Tensor, row_of_copy: Tensor, weights: Tensor, rows: Tensor
+) -> None:
+    """Write the weighted sum of the rows of each token's copies, added in fp32. [n, o], [n, k],
+    fp32 [n, k], all rows [n·k, o].
+    """
+    output.copy_((rows[row_of_copy] * weights.unsqueeze(-1)).sum(1))
+
+
+def _weight_rows(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return each row times its weight, rounded once. [r, o], fp32 [r, 1] → [r, o]."""
+    return (rows * weights).to(rows.dtype)
+
+
+def _project_rows(rows: Tensor, inputs: Tensor) -> Tensor:
+    """Return each row's scalar product with its input. [r, i], [r, i] → fp32 [r]."""
+    return (rows.float() * inputs).sum(1)
+
+
+def _weight_and_project_rows(
+    rows: Tensor, weights: Tensor, inputs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return `_weight_rows` and `_project_rows`."""
+    return _weight_rows(rows, weights), _project_rows(rows, inputs)
+
+
+def _sum_of_copies(combined: Pending, routing: Routing, batch: int, ops: ElementwiseOps) -> Tensor:
     """Sum the rows of each token's copies. [n·k, i] → [s, b, i]."""
-    return combined.wait()[routing.row_of_copy].sum(1).unflatten(0, (-1, batch))
+    rows = combined.wait()
+    output = rows.new_empty(len(routing.row_of_copy), rows.shape[1])
+    ops.map_rows(
+        _sum_copies_,
+        (output, routing.row_of_copy),
+        rows,
+        row_elements=routing.row_of_copy.shape[1] * rows.shape[1],
+    )
+    return output.unflatten(0, (-1, batch))
 
 
 class _ColumnParallelGrouped(torch.autograd.Function):
@@ -189,9 +229,11 @@ class _ColumnParallelGrouped(torch.autograd.Function):
         dispatched: Pending | None,
         group: Group,
         sequence: bool,
+        ops: ElementwiseOps,
     ) -> Tensor:
         # The parameter itself, not a view of it: ZeRO-3 frees its data until backward.
         ctx.save_for_backward(tensor, weight, *routing)
+        ctx.ops = ops
         ctx.group = group
         ctx.sequence = sequence
         ctx.experts = experts
@@ -221,7 +263,7 @@ class _ColumnParallelGrouped(torch.autograd.Function):
         if needs_input:
             combined = experts.start_combine(grouped_product(gradient, weight, experts.ends))
         if combined is not None and not experts.is_remote:
-            input_gradient = _sum_of_copies(combined, routing, tensor.shape[1])
+            input_gradient = _sum_of_copies(combined, routing, tensor.shape[1], ctx.ops)
         # Before the next collective starts, so that all ranks have one order of collectives.
         whole = tensor if gathering is None else gathering.wait()
         if input_gradient is not None and ctx.sequence:
@@ -231,12 +273,12 @@ class _ColumnParallelGrouped(torch.autograd.Function):
                 dispatched = experts.start_dispatch(whole.flatten(0, 1)[routing.token_of_row])
             weight_gradient = grouped_outer_product(gradient, dispatched.wait(), experts.ends)
         if combined is not None and experts.is_remote:
-            input_gradient = _sum_of_copies(combined, routing, tensor.shape[1])
+            input_gradient = _sum_of_copies(combined, routing, tensor.shape[1], ctx.ops)
             if ctx.sequence:
                 reducing = start_reduce_scatter(input_gradient, ctx.group)
         bias_gradient = grouped_sum(gradient, experts.ends) if needs_bias else None
         input_gradient = input_gradient if reducing is None else reducing.wait()
-        return input_gradient, weight_gradient, bias_gradient, *[None] * 5
+        return input_gradient, weight_gradient, bias_gradient, *[None] * 6
 
 
 class _RowParallelGrouped(torch.autograd.Function):
@@ -258,15 +300,21 @@ class _RowParallelGrouped(torch.autograd.Function):
         routing: Routing,
         experts: ExpertExchange,
         own: slice,
+        ops: ElementwiseOps,
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, bias, routing_weights, *routing)
         ctx.experts = experts
         ctx.own = own
+        ctx.ops = ops
         product = grouped_product(rows, weight.mT, experts.ends)
         if bias is not None:
             product[:, own] += vectors_of_rows(bias, experts.ends, len(product))
         outputs = experts.start_combine(product).wait()
-        return (outputs[routing.row_of_copy] * routing_weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+        output = outputs.new_empty(len(routing_weights), outputs.shape[1], dtype=rows.dtype)
+        by_token = output, routing.row_of_copy, routing_weights
+        width = routing_weights.shape[1] * outputs.shape[1]
+        ops.map_rows(_sum_weighted_copies_, by_token, outputs, row_elements=width)
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -282,25 +330,27 @@ class _RowParallelGrouped(torch.autograd.Function):
         # One product serves two gradients: times the routing weight it is the row's, times the row
         # the routing weight's.
         unweighted = grouped_product(copies, weight, experts.ends)
-        routing_gradient = (unweighted.float() * rows).sum(1)
+        row_gradient, routing_gradient = ctx.ops.map_rows(
+            _weight_and_project_rows, (unweighted, sorted_weights, rows)
+        )
+        del unweighted
         if bias is not None:
             own_bias = vectors_of_rows(bias, experts.ends, len(rows))
-            routing_gradient += (copies[:, ctx.own].float() * own_bias).sum(1)
+            routing_gradient += ctx.ops.map_rows(_project_rows, (copies[:, ctx.own], own_bias))
         combined = experts.start_combine(routing_gradient)
-        row_gradient = (unweighted * sorted_weights).to(rows.dtype)
         weight_gradient = bias_gradient = None
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
         if needs_weight or needs_bias:
-            weighted = (copies * sorted_weights).to(rows.dtype)
+            weighted = ctx.ops.map_rows(_weight_rows, (copies, sorted_weights))
         if needs_weight:
             weight_gradient = grouped_outer_product(weighted, rows, experts.ends)
         if needs_bias:
             bias_gradient = grouped_sum(weighted[:, ctx.own].contiguous(), experts.ends)
         gradients = (row_gradient, weight_gradient, bias_gradient)
-        return *gradients, combined.wait()[routing.row_of_copy], *[None] * 3
+        return *gradients, combined.wait()[routing.row_of_copy], *[None] * 4
 
 
-class _GroupedLinear(nn.Module):
+class _GroupedLinear(ElementwiseModule):
     """Matrices of E groups in one weight [E, o, i], split over TP by `layout`, and their biases
     [E, o], split by the features o.
     """
@@ -352,7 +402,15 @@ class ColumnParallelGroupedLinear(_GroupedLinear):
             dispatched: `dispatch_tokens`, if it was started before.
         """
         output: Tensor = _ColumnParallelGrouped.apply(
-            tensor, self.weight, self.bias, routing, experts, dispatched, self.group, sequence
+            tensor,
+            self.weight,
+            self.bias,
+            routing,
+            experts,
+            dispatched,
+            self.group,
+            sequence,
+            self.elementwise,
         )
         return output
 
@@ -371,6 +429,6 @@ class RowParallelGroupedLinear(_GroupedLinear):
         self, rows: Tensor, weights: Tensor, routing: Routing, experts: ExpertExchange
     ) -> Tensor:
         output: Tensor = _RowParallelGrouped.apply(
-            rows, self.weight, self.bias, weights, routing, experts, self.own
+            rows, self.weight, self.bias, weights, routing, experts, self.own, self.elementwise
         )
         return output

@@ -315,9 +315,9 @@ def _scaled(tensor: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor 
     another_backward = torch._C._autograd._get_current_graph_task_keep_graph()
     fits = tensor.dtype == dtype and not another_backward
     out = tensor if fits else torch.empty_like(tensor, dtype=dtype)
-    # In chunks, because a CPU's product of two dtypes makes an fp32 copy of both, whole.
+    # In chunks, because a CPU makes whole fp32 copies for a product of two dtypes.
     for rows in CHUNKED.chunks(tensor):
-        # A scale of one dimension keeps it in fp32; a scalar would take the tensor's dtype.
+        # With a scale of one dimension the product is in fp32, with a scalar in the tensor's dtype.
         torch.mul(tensor[rows], scale.reshape(1), out=out[rows])
     return out
 

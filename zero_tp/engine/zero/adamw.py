@@ -25,7 +25,7 @@ class FlatAdamW:
     """Updates blocks of the flat masters of torch's fused AdamW, and keeps its states.
 
     Args:
-        optimizer: it; its own step is not called.
+        optimizer: torch's fused AdamW; this class stands in for its `step`.
         elementwise: compiles the update; None: torch's fused kernel runs it.
     """
 
@@ -37,7 +37,7 @@ class FlatAdamW:
 
     @staticmethod
     def is_supported(optimizer: Any) -> bool:
-        """Return whether an optimizer is torch's fused AdamW, without amsgrad."""
+        """Return whether an optimizer is torch's fused AdamW, without amsgrad and maximize."""
         # Others, such as DeepSpeed's FusedAdam, SGD, or Adam with L2 decay, keep DeepSpeed's step.
         return type(optimizer) is torch.optim.AdamW and all(
             group["fused"] and not (group["amsgrad"] or group["maximize"])
@@ -53,7 +53,7 @@ class FlatAdamW:
         None if they are the masters.
 
         Args:
-            factor: of the gradients: it clips, and undoes a loss scale.
+            factor: multiplies the gradients: it clips, and undoes a loss scale.
         """
         state = self._state(flat)
         count = self._count_update(flat, state["step"])
@@ -94,8 +94,8 @@ class FlatAdamW:
         The tensor stays where torch's kernel reads it. Reading it would wait for the device, so a
         number beside it is counted, too.
         """
-        known, count = self._updates.get(flat, (None, 0))
-        if known is not step:  # the first update, or a checkpoint was restored
+        last_step, count = self._updates.get(flat, (None, 0))
+        if last_step is not step:  # the first update, or a checkpoint was restored
             count = int(step)
         self._updates[flat] = (step, count + 1)
         step += 1
@@ -129,15 +129,15 @@ def update_adamw_eagerly(
     """
     beta1, beta2 = options["betas"]
     for start in range(0, len(gradient), UPDATE_ELEMENTS):
-        rows = slice(start, start + UPDATE_ELEMENTS)
-        wide = gradient[rows].float()
+        elements = slice(start, start + UPDATE_ELEMENTS)
+        wide = gradient[elements].float()
         if factor != 1.0:
             wide.mul_(factor)
         torch._fused_adamw_(
-            [master[rows]],
+            [master[elements]],
             [wide],
-            [first[rows]],
-            [second[rows]],
+            [first[elements]],
+            [second[elements]],
             [],
             [step],
             lr=float(options["lr"]),

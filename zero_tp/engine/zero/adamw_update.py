@@ -299,7 +299,7 @@ class AdamWUpdate:
         return None if weights.data_ptr() == master.data_ptr() else weights
 
 
-class MastersUpdate:
+class UnpartitionedAdamWUpdate:
     """Replaces the step of DeepSpeed's 16-bit optimizer without ZeRO, where `is_supported`.
 
     Each gradient is converted, clipped and freed with its update.
@@ -309,14 +309,13 @@ class MastersUpdate:
         elementwise: see `AdamWUpdate`.
 
     Attributes:
-        factor: of the next step's gradients; None: the step is skipped.
         change: see `ZeroEngine.on_update`.
     """
 
     def __init__(self, optimizer: Any, elementwise: ElementwiseOps | None):
         self._optimizer = optimizer
         self._adamw = FlatAdamW(optimizer.optimizer, elementwise)
-        self.factor: float | None = None
+        self._prepared: tuple[float | None, float] | None = None
         self.change: Callable[[Sequence[Tensor]], bool] | None = None
 
     @staticmethod
@@ -326,18 +325,31 @@ class MastersUpdate:
             optimizer.optimizer
         )
 
+    def prepare(self, norm: float, factor: float | None) -> None:
+        """Say what the next step does with its gradients.
+
+        Args:
+            norm: theirs, without fp16's loss scale.
+            factor: multiplies them: it clips, and undoes the loss scale. None: the step is skipped.
+        """
+        self._prepared = factor, float("inf") if factor is None else norm
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update the weights, unless the step is skipped; drop the gradients."""
+        assert self._prepared is not None, "`prepare` comes before each step"
+        factor, norm = self._prepared
+        self._prepared = None
         optimizer = self._optimizer
-        optimizer.overflow = self.factor is None
+        optimizer.overflow = factor is None
+        optimizer._global_grad_norm = norm
         groups = zip(
             optimizer.param_groups, optimizer.fp16_groups, optimizer.fp32_groups, strict=True
         )
-        if self.factor is not None:
+        if factor is not None:
             for options, weights, masters in groups:
                 for weight, master in zip(weights, masters, strict=True):
-                    self._update(weight, master, options, self.factor)
+                    self._update(weight, master, options, factor)
             self._change_masters()
             # Its schedule warns if it has not stepped.
             optimizer.optimizer._opt_called = True

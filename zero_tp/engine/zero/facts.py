@@ -4,8 +4,8 @@ share.
 The class that takes the step:
 
     stage 0     fp32: torch's optimizer itself. 16 bit: FP16_UnfusedOptimizer, or FP16_Optimizer
-                around DeepSpeed's FusedAdam. With torch's fused AdamW, `MastersUpdate` is the step
-                of the first.
+                around DeepSpeed's FusedAdam.
+                With torch's fused AdamW, `UnpartitionedAdamWUpdate` is the step of the first.
     stage 1     DeepSpeedZeroOptimizer; BF16_Optimizer in bf16 with fp32 accumulation and without
                 offloading.
     stage 2     DeepSpeedZeroOptimizer
@@ -23,7 +23,9 @@ ALLREDUCE_BUCKET = 500_000_000
 (deepspeed/runtime/constants.py, MEMORY_OPT_ALLREDUCE_SIZE).
 """
 UPDATE_ELEMENTS = 2**22
-"""Elements of a chunk of an update by AdamW that is not compiled."""
+"""Elements of a chunk of zero_tp's own update by AdamW, if it is not compiled: an fp32 copy of
+16 MiB. Smaller ones make more copies a step.
+"""
 
 
 def sums_in_fp32(settings: DeepSpeedSettings) -> bool:
@@ -64,7 +66,7 @@ def is_fused_adamw(optimizer: Optimizer | None) -> bool:
 def runs_adamw_update(
     stage: int, dtype: str, *, fused_adamw: bool, bf16_optimizer: bool, offloaded: bool
 ) -> bool:
-    """Return whether `AdamWUpdate` or `MastersUpdate` replaces DeepSpeed's step (their
+    """Return whether `AdamWUpdate` or `UnpartitionedAdamWUpdate` replaces DeepSpeed's step (their
     `is_supported`).
     """
     # In fp32 stage 0 has no step of DeepSpeed's, but torch's.

@@ -258,8 +258,9 @@ class ZeroEngine(ABC):
         `AdamWUpdate` (adamw_update.py) does them for torch's AdamW at stages 1 and 2, without
         offload. Elsewhere DeepSpeed's step does them, and asks the veto for spikes in what the
         stage's `initialize` (zero_stages.py) wraps. At stage 0 `ZeroStage0` computes the norm and
-        vetoes before the update, which is `MastersUpdate`'s for torch's AdamW in 16 bits. A spike
-        skips the update, as DeepSpeed skips one with gradients that are not finite, but keeps
+        vetoes before the update, which for torch's AdamW in 16 bits is
+        `UnpartitionedAdamWUpdate`'s. A spike skips the update, as DeepSpeed skips one with
+        gradients that are not finite, but keeps
         fp16's loss scale.
 
         Args:
@@ -278,8 +279,8 @@ class ZeroEngine(ABC):
             self.average.update()
 
     def _step(self) -> None:
-        # It calls `optimizer.step`: for torch's AdamW at stages 1 and 2 `AdamWUpdate.step`, which
-        # `ZeroStage1And2.initialize` has put there.
+        # It calls `optimizer.step`: for torch's AdamW that of an update in adamw_update.py, which
+        # the stage's `initialize` has put there.
         self.deepspeed_engine.step()
 
     def norm_and_skipped(self) -> tuple[Tensor | float, bool]:

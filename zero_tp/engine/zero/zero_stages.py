@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from zero_tp.base.settings.deepspeed import DeepSpeedSettings
 from zero_tp.base.settings.schema import Spike
-from zero_tp.engine.zero.adamw_update import AdamWUpdate, MastersUpdate, own_weights
+from zero_tp.engine.zero.adamw_update import AdamWUpdate, UnpartitionedAdamWUpdate, own_weights
 from zero_tp.engine.zero.expert_groups import Trainable
 from zero_tp.engine.zero.facts import (
     keeps_gradients_in_place,
@@ -80,8 +80,8 @@ def compute_norms_in_chunks(optimizer: Any, topology: Topology) -> None:
 
 
 class ZeroStage0(ZeroEngine):
-    """ZeRO-0: every DP rank holds all masters and states. `_clip` computes the gradient norm and
-    clips, in fp64.
+    """ZeRO-0: every DP rank holds all masters and states. `_clip` computes the gradient norm in
+    fp64; in 16 bits AdamW's update clips, else `_clip` does.
 
     With a parameter A of 5 elements, B of 3, and two replicas:
 
@@ -95,7 +95,7 @@ class ZeroStage0(ZeroEngine):
     def __init__(self, settings: DeepSpeedSettings, topology: Topology, veto: StepVeto):
         super().__init__(settings, topology, veto)
         self._last_norm = float("nan")
-        self._update: MastersUpdate | None = None
+        self._update: UnpartitionedAdamWUpdate | None = None
 
     def initialize(self, model: ParallelModel, trainable: Trainable) -> None:
         super().initialize(model, trainable)
@@ -103,8 +103,10 @@ class ZeroStage0(ZeroEngine):
         self._has_fp32_masters = hasattr(self.optimizer, "loss_scale_config")
         if self._has_fp32_masters:
             self._undo_first_step()
-            if MastersUpdate.is_supported(self.optimizer):
-                self._update = MastersUpdate(self.optimizer, COMPILED if self.compiled else None)
+            if UnpartitionedAdamWUpdate.is_supported(self.optimizer):
+                self._update = UnpartitionedAdamWUpdate(
+                    self.optimizer, COMPILED if self.compiled else None
+                )
                 self.optimizer.step = self._update.step
         is_divided = self.deepspeed_engine.gradient_predivide_factor() != 1.0
         if self.topology.data == 1 and not is_divided:
@@ -138,10 +140,10 @@ class ZeroStage0(ZeroEngine):
         super()._step()
 
     def _clip(self) -> None:
-        """Clip the gradients, or make DeepSpeed skip the step. Reads the norm once."""
+        """Compute the norm; clip, or let the update clip, or skip the step. Reads the norm once."""
         parameters = list(self.model.parameters())
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        # Gradients still carry fp16's loss scale; DeepSpeed's step divides by it.
+        # Gradients still carry fp16's loss scale; the step divides by it.
         norm = gradient_norm(parameters, self.topology) / scale
         self._last_norm = norm.item()
         if not math.isfinite(self._last_norm):
@@ -154,7 +156,9 @@ class ZeroStage0(ZeroEngine):
         limit = self.settings.gradient_clipping
         clip = min(1.0, limit / (self._last_norm + 1e-6)) if limit > 0 else 1.0
         if self._update is not None:
-            self._update.factor = clip / scale if is_applied else None
+            # A square beyond fp32 would make a second moment infinite for good.
+            fits = (self._last_norm * clip) ** 2 <= torch.finfo(torch.float32).max
+            self._update.prepare(self._last_norm, clip / scale if is_applied and fits else None)
             return
         if is_applied and clip < 1.0:
             scale_gradients(parameters, clip)

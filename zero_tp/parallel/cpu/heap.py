@@ -77,7 +77,7 @@ def keep_freed_memory(*, large: bool = True) -> None:
     blocks: 51,600 fresh pages a step in one ZeRO-2 run (benchmarks/tried.md).
 
     Args:
-        large: also that of blocks of 32 MiB or more. Else such a block, where it fits nowhere, is
+        large: keep blocks of 32 MiB or more, too. Else such a block, where it fits nowhere, is
             mapped by itself: a heap that grows for each of them is a tenth larger.
     """
     if can_keep_freed_memory():

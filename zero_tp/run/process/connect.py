@@ -163,8 +163,8 @@ def _set_heap(config: RunConfig) -> None:
     # Buckets, their flat copies and the parts of gradients have many sizes, so few fit where
     # another was (benchmarks/tried.md).
     buckets = fills_buckets(config.settings, config.data_parallel)
-    # A step in 16 bits is shorter, and fresh pages take as long: a sixth of it. The few large
-    # blocks' alone take little, but at stage 3, where each gathered layer has some.
+    # A step in 16 bits is shorter, and fresh pages take as long: a sixth of it. Those of large
+    # blocks alone take little, but at stage 3, where each gathered layer has such blocks.
     if setting == "auto" and (buckets or config.dtype == "fp32"):
         let_return_freed_memory()
     if setting is True or (setting == "auto" and not buckets):
