@@ -137,7 +137,7 @@ def measured(config: RunConfig, steps: int, *, transformers: bool = False) -> di
         transformers: train transformers' own class instead.
     """
     topology, device = connected(config)
-    if device.type == "cpu":
+    if device.type == "cpu" and transformers:  # a run sets its heap as its config says
         keep_freed_memory()
     name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
     record: dict[str, Any] = {

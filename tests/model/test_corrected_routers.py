@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
-from tests.support.compare import check_close, grid
+from tests.support.compare import check_close, grid, leaf
 from tests.support.corrected_routers import (
     LENGTH,
     OWN,
@@ -35,7 +36,7 @@ from zero_tp.model.architectures.spec import CORRECTED_ROUTERS
 from zero_tp.model.flops import model_flops
 from zero_tp.model.huggingface import ZeroTPForCausalLM
 from zero_tp.model.huggingface import parallel_model as adopt
-from zero_tp.model.moe import ROUTERS, CorrectedRouter
+from zero_tp.model.moe import ROUTERS, CorrectedRouter, _LinearFP32
 from zero_tp.parallel.layout import audit, stored_buffers
 from zero_tp.parallel.topology import Topology
 from zero_tp.tools.planning.memory import model_size
@@ -55,6 +56,30 @@ def compare(model_type: str, topology: Topology, padded: bool = False, **changes
     found.loss.backward()
     check_gradients(model, reference)
     return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_in_fp32_keep_no_fp32_input(seed: int, dtype: torch.dtype) -> None:
+    """Logits and gradients have the bits of torch's own operations."""
+    torch.manual_seed(seed)
+    tensor, weight = torch.randn(37, 24).to(dtype), torch.randn(7, 24).to(dtype)
+    outputs = []
+    for linear in (_LinearFP32.apply, lambda x, w: F.linear(x.float(), w.float())):
+        given, matrix = leaf(tensor), leaf(weight)
+        saved: list[torch.dtype] = []
+
+        def pack(kept: torch.Tensor, saved: list[torch.dtype] = saved) -> torch.Tensor:
+            saved.append(kept.dtype)
+            return kept
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+            logits = linear(given, matrix)
+        logits.backward(logits.detach().cos())
+        outputs.append((logits.detach(), given.grad, matrix.grad))
+        if linear == _LinearFP32.apply:
+            assert saved == [dtype] * 2
+    for own, other in zip(*outputs, strict=True):
+        assert own is not None and other is not None and torch.equal(own, other)
 
 
 CHANGES: list[tuple[str, dict[str, Any]]] = [

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,27 @@ from zero_tp.parallel.grouped_linear import (
 )
 from zero_tp.parallel.layout import Replicated, Sharded, layout_of
 from zero_tp.parallel.parameter import ConstantInit, ExactBuffers, Normal, ParameterMaker
+
+
+class _LinearFP32(torch.autograd.Function):
+    """A linear layer in fp32, which keeps its input as it is. [n, h], [E, h] → fp32 [n, E].
+
+    autograd would keep the input's fp32 copy for the weight's gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor, weight)
+        return tensor.float() @ weight.float().t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tensor, weight = ctx.saved_tensors
+        needs_input, needs_weight = ctx.needs_input_grad
+        return (
+            (gradient @ weight.float()).to(tensor.dtype) if needs_input else None,
+            (gradient.t() @ tensor.float()).to(weight.dtype) if needs_weight else None,
+        )
 
 
 class Router(nn.Module, ABC):
@@ -202,7 +223,8 @@ class CorrectedRouter(ExactBuffers, Router):
         return weights, chosen
 
     def logits(self, tensor: Tensor) -> Tensor:
-        return F.linear(tensor.float(), self.weight.float())
+        output: Tensor = _LinearFP32.apply(tensor, self.weight)
+        return output
 
     def choose(self, logits: Tensor, scores: Tensor) -> Tensor:
         # For the choice alone: the weights are those of the scores, without the bias.

@@ -446,9 +446,9 @@ class StepTimeEstimator:
                 e * sizes.mlp * (2 * spec.mlp_matrices - 1),
             ),
             "heads": (heads, heads),
-            # Forward sorts tokens and sums outputs, backward sorts tokens again and gradients, weights
-            # them (2), weights and projects products (3), and sums. Arrived rows and outputs are
-            # sorted too, in backward both again and gradients.
+            # Forward sorts tokens and sums outputs. Backward sorts tokens again and gradients,
+            # weights them (2), weights and projects products (3), and sums. Arrived rows and
+            # outputs are sorted too, in backward both again and gradients.
             "experts": (
                 3 * e * sorted_copies + 4 * e * arrived,
                 5 * e * (sorted_copies + (arrived or sorted_copies)) + 6 * e * arrived,
