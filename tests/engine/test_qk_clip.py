@@ -388,7 +388,7 @@ def clipped_in_16_bit(stage: int, dtype: str) -> int:
             for dtype in ("bf16", "bf16_fp32_accumulation", "fp16")
             if stage > 0 or dtype != "bf16_fp32_accumulation"
         ],
-        [(1, "bf16")],
+        [(0, "bf16"), (1, "bf16")],
     ),
 )
 def test_weights_are_the_scaled_masters_rounded(ranks: Pools, stage: int, dtype: str) -> None:

@@ -39,6 +39,7 @@ from zero_tp.parallel.grouped_linear import (
     _sum_copies_,
     _sum_weighted_copies_,
     _weight_and_project_rows,
+    _weight_rows,
 )
 from zero_tp.parallel.logits import LogitMap
 from zero_tp.parallel.loss import _max_and_sum_exp_, _to_probabilities_
@@ -287,6 +288,24 @@ def test_numbers_of_rows_share_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         _max_and_sum_exp_(expected[0], expected[1], expected[2], 21)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other)
+    elementwise._compiled.cache_clear()
+
+
+def test_no_rows_make_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that first gets no rows of its experts compiles for the next number."""
+    elementwise._compiled.cache_clear()
+    compiled = []
+
+    def compile_and_note(graph: Any, inputs: Any) -> Any:
+        compiled.append(len(inputs[0]))
+        return run_graph(graph, inputs)
+
+    monkeypatch.setattr(elementwise, "compile_graph", compile_and_note)
+    for count in (0, 7, 0, 7):
+        rows, weights = torch.randn(count, 24), torch.rand(count, 1)
+        found = elementwise.COMPILED.map_rows(_weight_rows, (rows, weights))
+        torch.testing.assert_close(found, rows * weights)
+    assert compiled == [7]
     elementwise._compiled.cache_clear()
 
 
