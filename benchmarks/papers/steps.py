@@ -67,7 +67,7 @@ def first_step(memory: RankMemory) -> list[Point]:
     settings = replace(memory.zero.settings, moments=0, matrix_moments=0)
     before = replace(memory.zero, settings=settings)
     *points, update, end = memory.points
-    if settings.iteration is not None or (settings.stage == 0 and settings.runs_adamw_update):
+    if settings.iteration is not None or settings.runs_adamw_update:
         update = memory.point("step", update.position, memory.zero.in_first_update())
     return [*replace(memory, zero=before).points[: len(points)], update, end]
 

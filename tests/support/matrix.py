@@ -33,7 +33,7 @@ from zero_tp.run.config import ConfigError, RunConfig
 from zero_tp.run.config.model_block import check_model
 
 WORLD = 4
-LEAST_CELLS = 106
+LEAST_CELLS = 114
 
 Changes = dict[str, Any]
 Setting = tuple[str, str]  # factor, name

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
+
 from zero_tp.engine.zero import facts
+from zero_tp.parallel.elementwise import CACHE_ELEMENTS
 from zero_tp.tools.planning.gathered import most_gathered
 from zero_tp.tools.planning.matrix_update import (
     MatrixGroup,
@@ -580,11 +583,11 @@ class ZeroMemory:
 
     def in_first_update(self) -> StateBytes:
         """Return the peak of a run's first update, in which Muon's calls make the moments of their
-        own groups, and without ZeRO AdamW those of one parameter after another.
+        own groups, and AdamW's those of one group after another, without ZeRO of one parameter.
         benchmarks/papers/steps.py measures it; it is never a run's peak.
         """
-        if self.settings.stage == 0 and self.settings.runs_adamw_update:
-            return self._in_first_masters_update()
+        if self.settings.runs_adamw_update:
+            return self._in_first_adamw_update()
         sizes = [sum(group) for group in self.parameters.groups]
         if self.settings.stage:
             sizes = self.partition_sizes
@@ -596,10 +599,14 @@ class ZeroMemory:
             updates.append(state._replace(optimizer=state.optimizer - missing))
         return max(updates, key=lambda state: state.gradients + state.buffers + state.optimizer)
 
-    def _in_first_masters_update(self) -> StateBytes:
+    def _in_first_adamw_update(self) -> StateBytes:
         zero = self.settings
         total = self.parameters.total
         before = self._in_update(total, 0.0)
+        if zero.stage:
+            # The norm is computed before there are moments.
+            buffers = self.states.buffers + self._update_copy(self._largest_updated)
+            return before._replace(buffers=buffers)
         sizes = list(itertools.chain(*self.parameters.groups))
         updates = [
             before._replace(
@@ -610,6 +617,20 @@ class ZeroMemory:
             for done, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False)
         ]
         return max(updates, key=sum)
+
+    @property
+    def _largest_updated(self) -> int:
+        """Return the elements of the largest gradient that the update takes."""
+        if self.settings.stage == 0:
+            return self.parameters.largest
+        return min(self.parameters.largest, max(self.partition_sizes))
+
+    def _norm_copy(self, numel: int) -> float:
+        """Return the bytes of the fp64 copy of a chunk of a gradient, which a CPU makes for the
+        norm (`sum_of_squares`).
+        """
+        chunk = CACHE_ELEMENTS * torch.get_num_threads()
+        return float(NORM_BYTES * min(numel, chunk) * self.settings.cpu)
 
     def _update_copy(self, numel: int) -> float:
         """Return the bytes of the fp32 copy of a chunk of a gradient, outside compiled kernels."""
@@ -625,10 +646,9 @@ class ZeroMemory:
         zero = self.settings
         states = self._in_grad_conversion(updated)
         if zero.runs_adamw_update:
-            largest = self.parameters.largest
-            if zero.stage:
-                largest = min(largest, max(self.partition_sizes))
-            return states._replace(buffers=states.buffers + self._update_copy(largest))
+            largest = self._largest_updated
+            copied = max(self._update_copy(largest), self._norm_copy(largest))
+            return states._replace(buffers=states.buffers + copied)
         if zero.stage == 0:
             return states._replace(buffers=temporaries)
         if zero.offload_optimizer:
