@@ -33,6 +33,7 @@ from zero_tp.parallel.layout import stored_tensors
 from zero_tp.parallel.topology import Topology
 
 if TYPE_CHECKING:
+    from zero_tp.engine.zero.adamw_update import AdamWUpdate, UnpartitionedAdamWUpdate
     from zero_tp.model.parallel_model import ParallelModel
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -108,6 +109,7 @@ class ZeroEngine(ABC):
     native_schedule_start = False
     schedule_start = 0
     compiled = False
+    _update: AdamWUpdate | UnpartitionedAdamWUpdate | None = None
     model: ParallelModel
     deepspeed_engine: Any
     loss_scale: LossScale | None
@@ -260,8 +262,7 @@ class ZeroEngine(ABC):
         stage's `initialize` (zero_stages.py) wraps. At stage 0 `ZeroStage0` computes the norm and
         vetoes before the update, which for torch's AdamW in 16 bits is
         `UnpartitionedAdamWUpdate`'s. A spike skips the update, as DeepSpeed skips one with
-        gradients that are not finite, but keeps
-        fp16's loss scale.
+        gradients that are not finite, but keeps fp16's loss scale.
 
         Args:
             figures: of the whole step, for its last micro-batch: [loss, …]. Without them no spike
@@ -400,6 +401,10 @@ class ZeroEngine(ABC):
             change: gets the masters that the call has updated, and may change them; returns whether
                 it did.
         """
+        if self._update is not None:
+            # It updates masters and weights without the optimizer's own step.
+            self._update.change = change
+            return
         optimizer = self.states().optimizer
         step = optimizer.step
 

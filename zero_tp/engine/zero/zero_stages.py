@@ -13,7 +13,7 @@ step, by the paper (arXiv 1910.02054, sections 5 and 7); DeepSpeed's buffers com
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -179,13 +179,6 @@ class ZeroStage0(ZeroEngine):
     def _norm(self) -> float:
         return self._last_norm
 
-    def on_update(self, change: Callable[[Sequence[Tensor]], bool]) -> None:
-        if self._update is None:
-            super().on_update(change)
-        else:
-            # It updates masters and weights without the optimizer's own step.
-            self._update.change = change
-
     def replicated_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the module's weights, and the masters and states, which are not partitioned."""
         yield from super().replicated_tensors()
@@ -288,13 +281,6 @@ class ZeroStage1And2(ZeroEngine):
             # The same tensor object, which the optimizer knows, with other memory.
             master.data = own_weights(optimizer, group)
         optimizer._link_all_hp_params()  # their fragments are views of the masters
-
-    def on_update(self, change: Callable[[Sequence[Tensor]], bool]) -> None:
-        if self._update is None:
-            super().on_update(change)
-        else:
-            # It updates masters and weights without the optimizer's own step.
-            self._update.change = change
 
     def _wrap_bf16_step(self, optimizer: Any) -> None:
         """Make BF16_Optimizer look for a spike first: its `step` computes the norm inside."""
